@@ -1,0 +1,67 @@
+"""The `lattqe` command: its verbs in the order of the pipeline, each loaded only when it is called."""
+
+import difflib
+import importlib
+import sys
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from jobs.console import EXIT_BAD_INPUT, guarded, screen
+from lattqe import __version__
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb: the module that holds its typer `app`, one line, one example."""
+
+    name: str
+    module: str
+    line: str
+    example: str
+
+
+VERBS = (
+    Verb("import", "jobs.import_", "foreign files → a feature set", "lattqe import vectors.npy --to features"),
+    Verb("info", "jobs.info", "what a stored thing is, and what made it", "lattqe info features"),
+    Verb("verify", "jobs.verify", "check every checksum and every invariant", "lattqe verify features"),
+    Verb("export", "jobs.export", "a feature set → .npy, .fvecs or faiss", "lattqe export features --to index.faiss"),
+)
+
+
+def show_help() -> None:
+    """Print the verbs with one line and one example each."""
+    out = Console(highlight=False)
+    out.print("Usage: lattqe VERB ...      (lattqe VERB --help for its options; lattqe --version)\n")
+    out.print("Learned query expansion and database-side augmentation for image retrieval, at cluster scale.\n")
+    table = Table(box=None, padding=(0, 2), header_style="bold")
+    for heading in ("verb", "what it does", "example"):
+        table.add_column(heading, no_wrap=heading == "verb")
+    for verb in VERBS:
+        table.add_row(verb.name, verb.line, verb.example)
+    out.print(table)
+
+
+def main() -> None:
+    """Dispatch to one verb; the console script `lattqe`."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        show_help()
+        return
+    if arguments[0] in ("--version", "-V"):
+        print(f"lattqe {__version__}")
+        return
+    by_name = {verb.name: verb for verb in VERBS}
+    verb = by_name.get(arguments[0])
+    if verb is None:
+        close = difflib.get_close_matches(arguments[0], by_name, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "see lattqe --help"
+        screen.print(f"[red]error:[/red] there is no verb {arguments[0]!r}: {hint}")
+        raise SystemExit(EXIT_BAD_INPUT)
+    app = importlib.import_module(verb.module).app
+    guarded(app, args=arguments[1:], prog_name=f"lattqe {verb.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What every job shows on the screen: a plan, a progress bar, a summary; and how it ends when something is wrong."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from lattqe.errors import LattqeError
+
+# Results go to stdout where scripts read them; everything for people's eyes goes to stderr.
+screen = Console(stderr=True, highlight=False)
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def show_table(title: str, rows: dict[str, Any]) -> None:
+    """Print a two-column table: the plan before the work, the summary after it."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(f"[bold]{name}[/bold]", str(value))
+    screen.print(table)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document on stdout, for scripts."""
+    print(json.dumps(value, indent=2, sort_keys=True, allow_nan=False))
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+class ProgressBar:
+    """A bar with rate and ETA on a terminal, a line every few seconds elsewhere (CI, `ray job submit` logs)."""
+
+    def __init__(self, progress: Progress | None, task: TaskID | None, title: str, total: int) -> None:
+        self._progress, self._task, self._title, self._total = progress, task, title, total
+        self._done, self._started, self._last_line = 0, time.monotonic(), time.monotonic()
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        """Say that `amount` more units are done; `note` stands beside the bar (a loss, a rate)."""
+        self._done += amount
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, advance=amount, note=note)
+            return
+        now = time.monotonic()
+        if now - self._last_line >= 10:
+            self._last_line = now
+            remaining = (now - self._started) * (self._total - self._done) / max(self._done, 1)
+            screen.print(f"{self._title}: {self._done}/{self._total}, about {remaining:.0f} s to go {note}".rstrip())
+
+
+@contextmanager
+def progress_bar(title: str, total: int, done: int = 0) -> Iterator[ProgressBar]:
+    """Show progress of `total` units, `done` of which were finished by an earlier run."""
+    if not screen.is_terminal:
+        bar = ProgressBar(None, None, title, total)
+        bar._done = done
+        yield bar
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    with Progress(*columns, console=screen, transient=False) as progress:
+        task = progress.add_task(title, total=total, completed=done, note="")
+        yield ProgressBar(progress, task, title, total)
+
+
+def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a job; an error the user can mend becomes one line and exit code 2, never a traceback."""
+    try:
+        return function(*args, **kwargs)
+    except LattqeError as error:
+        screen.print(f"[red]error:[/red] {' '.join(str(error).split())}", markup=True, soft_wrap=True)
+        raise SystemExit(EXIT_BAD_INPUT) from None
+    except KeyboardInterrupt:
+        screen.print("interrupted: run the same command again to continue where it stopped")
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+def command(function: Callable[..., Any]) -> typer.Typer:
+    """Make the typer application of one job out of its typed function."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    app.command()(function)
+    return app
+
+
+def run(app: typer.Typer) -> None:
+    """Run one job as a program: `python -m jobs.NAME ...`, as `ray job submit` wants it."""
+    guarded(app)
