@@ -14,5 +14,5 @@ def pick_device(name: str = "auto") -> torch.device:
     except RuntimeError as error:
         raise LattqeError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise LattqeError(f"device {name!r} asked for, but torch sees no GPU: use cpu, or install a CUDA build of torch")
+        raise LattqeError(f"device {name!r} asked for, but torch sees no GPU: use cpu, or install torch with CUDA")
     return device
