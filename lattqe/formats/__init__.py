@@ -1,0 +1,1 @@
+"""Importers: one file for each foreign format."""
