@@ -1,0 +1,195 @@
+"""A resumable map of numbered blocks over Ray actors: retries, spare copies of stragglers, first finished result wins.
+
+The blocks' results must not depend on who computes them, and computing one twice must do no harm: an actor publishes
+its part with an atomic write of bytes that are the same for everyone. So this map may repeat any block at any time,
+and what survives the driver is in storage, not here.
+"""
+
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from lattqe.errors import LattqeError
+
+
+def user_error(error: Exception) -> LattqeError | None:
+    """Find the LattqeError that an actor raised, in a method or in its constructor (where Ray keeps only the text)."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, LattqeError):
+        return cause
+    last_line = str(error).strip().rsplit("\n", 1)[-1].strip()
+    kind, separator, message = last_line.partition(": ")
+    return LattqeError(message) if separator and kind.startswith("lattqe.errors.") else None
+
+
+@dataclass(frozen=True)
+class BlockPolicy:
+    """How patient the map is."""
+
+    window: int = 2  # blocks queued at one actor: the second hides the round trip to the driver
+    max_failures: int = 3  # of one block; a block that kills its actor more often than that is poison
+    straggler_factor: float = 3.0  # times the median block's seconds before a spare copy is started elsewhere
+    straggler_seconds: float = 20.0  # never sooner than this: short blocks vary a lot
+    start_timeout: float = 120.0  # for an actor to come up (importing torch on a busy node takes a while)
+
+
+@dataclass
+class BlockSummary:
+    """What happened: for the job's summary table."""
+
+    blocks: int = 0
+    seconds: float = 0.0
+    retries: int = 0  # blocks asked again after a failure
+    actors_lost: int = 0
+    spare_copies: int = 0  # stragglers that were started a second time
+    blocks_by_worker: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass
+class _Flight:
+    """One block on its way through one actor."""
+
+    block: int
+    worker: int
+    started: float
+
+
+class _BlockRun:
+    """The state of one `run_blocks`: which actor has which block, and what is still to do."""
+
+    def __init__(self, make_worker: Callable[[int], Any], workers: int, blocks: Iterable[int], method: str,
+                 policy: BlockPolicy) -> None:
+        self.make_worker, self.method, self.policy = make_worker, method, policy
+        self.queue = deque(blocks)
+        self.remaining = set(self.queue)
+        self.failures: Counter[int] = Counter()
+        self.flights: dict[Any, _Flight] = {}
+        self.durations: list[float] = []
+        self.summary = BlockSummary()
+        self.actors = {number: make_worker(number) for number in range(min(workers, len(self.queue)))}
+
+    def load(self, worker: int) -> int:
+        return sum(flight.worker == worker for flight in self.flights.values())
+
+    def send(self, block: int, worker: int) -> None:
+        reference = getattr(self.actors[worker], self.method).remote(block)
+        self.flights[reference] = _Flight(block, worker, time.monotonic())
+
+    def fill(self) -> None:
+        """Give every actor up to a window of blocks; when none are left, copy stragglers to idle actors."""
+        for _ in range(self.policy.window):
+            for worker in self.actors:
+                if self.queue and self.load(worker) < self.policy.window:
+                    self.send(self.queue.popleft(), worker)
+        if not self.queue:
+            self.copy_stragglers()
+
+    def copy_stragglers(self) -> None:
+        idle = [worker for worker in self.actors if self.load(worker) == 0]
+        if not idle:
+            return
+        typical = statistics.median(self.durations) if self.durations else 0.0
+        patience = max(self.policy.straggler_seconds, self.policy.straggler_factor * typical)
+        copies = Counter(flight.block for flight in self.flights.values())
+        late = sorted((flight.started, flight.block) for flight in self.flights.values()
+                      if flight.block in self.remaining and copies[flight.block] == 1
+                      and time.monotonic() - flight.started > patience)
+        for worker, (_, block) in zip(idle, late):
+            self.summary.spare_copies += 1
+            self.send(block, worker)
+
+    def collect(self, reference: Any, on_done: Callable[[int, Any], None]) -> None:
+        flight = self.flights.pop(reference)
+        try:
+            result = ray.get(reference)
+        except RayError as error:
+            mendable = user_error(error)
+            if mendable is not None:
+                raise mendable from None  # wrong input stays wrong: no retry, the one clear line reaches the user
+            if isinstance(error, RayActorError):
+                self.replace(flight.worker)
+            self.fail(flight.block, error)
+        else:
+            self.durations.append(time.monotonic() - flight.started)
+            if flight.block in self.remaining:
+                self.remaining.discard(flight.block)
+                self.summary.blocks += 1
+                self.summary.blocks_by_worker[flight.worker] += 1
+                on_done(flight.block, result)
+
+    def replace(self, worker: int) -> None:
+        """Start a new actor in the place of a dead one; its other blocks in flight fail now rather than later."""
+        actor = self.actors[worker]
+        self.summary.actors_lost += 1
+        for reference, flight in list(self.flights.items()):
+            if flight.worker == worker:
+                del self.flights[reference]
+                self.requeue(flight.block)
+        ray.kill(actor)
+        self.actors[worker] = self.make_worker(worker)
+
+    def fail(self, block: int, error: Exception) -> None:
+        self.failures[block] += 1
+        if self.failures[block] > self.policy.max_failures:
+            if isinstance(error, RayTaskError):
+                raise error
+            reason = str(error).strip().splitlines()[0]
+            raise LattqeError(f"block {block} failed {self.failures[block]} times, last with: {reason}: "
+                              "see the Ray logs of its node (often too little memory: use fewer workers)")
+        self.requeue(block)
+
+    def requeue(self, block: int) -> None:
+        """Ask for a block again, unless it is done or another copy of it is still on its way."""
+        if block in self.remaining and block not in self.queue \
+                and all(flight.block != block for flight in self.flights.values()):
+            self.summary.retries += 1
+            self.queue.append(block)
+
+    def stop(self) -> None:
+        for actor in self.actors.values():
+            ray.kill(actor)
+
+
+def run_blocks(make_worker: Callable[[int], Any], workers: int, blocks: Iterable[int], *, method: str = "run",
+               on_done: Callable[[int, Any], None], policy: BlockPolicy | None = None) -> BlockSummary:
+    """Run `method(block)` once, effectively, for every block over `workers` actors.
+
+    `make_worker(number)` starts one actor (from URIs and numbers, never arrays) and is called again when one dies.
+    `on_done(block, result)` is called in this process, exactly once for each block, in order of completion.
+    Raises the actor's own LattqeError at once, and anything else after `policy.max_failures` retries of one block.
+    """
+    state = _BlockRun(make_worker, workers, blocks, method, policy or BlockPolicy())
+    started = time.monotonic()
+    try:
+        _await_start(state)
+        while state.remaining:
+            state.fill()
+            ready, _ = ray.wait(list(state.flights), num_returns=1, timeout=1.0)
+            for reference in ready:
+                if reference in state.flights:
+                    state.collect(reference, on_done)
+    finally:
+        state.stop()
+    state.summary.seconds = time.monotonic() - started
+    return state.summary
+
+
+def _await_start(state: _BlockRun) -> None:
+    """Wait for the first actor: a cluster that cannot place any is an error, not a silent wait."""
+    if not state.actors:
+        return
+    pings = [actor.__ray_ready__.remote() for actor in state.actors.values()]
+    ready, _ = ray.wait(pings, num_returns=1, timeout=state.policy.start_timeout)
+    if not ready:
+        raise LattqeError(f"no worker could start within {state.policy.start_timeout:.0f} s: the cluster has "
+                          f"{ray.available_resources()} free; ask for fewer workers or wait for other jobs to end")
+    try:
+        ray.get(ready[0])
+    except RayError as error:
+        raise user_error(error) or error from None

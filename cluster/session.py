@@ -1,0 +1,95 @@
+"""Connecting to Ray: a local one that starts and stops by itself, or a running cluster; quiet on the user's screen."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+import lattqe
+from lattqe.errors import LattqeError
+
+# What a worker must share with the driver to reach the same storage. On a cluster with an IAM profile none is set.
+FORWARDED = ("AWS_", "LATTQE_")
+
+# Set before Ray starts: no usage prompt, no advice about accelerators, no metrics exporters nobody asked for.
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
+}
+
+# The object store only carries query blocks and answers; vectors live in actors and memory maps.
+LOCAL_OBJECT_STORE_BYTES = 512 * 2**20
+
+
+def _runtime_env() -> dict[str, Any]:
+    """Ship our packages and storage settings to a running cluster, so that every node runs the driver's code.
+
+    Inside `ray job submit` the submission's own runtime environment does that, and a second one would conflict.
+    """
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+        return {}
+    root = Path(lattqe.__file__).parent
+    variables = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+    return {"py_modules": [str(root), str(root.parent / "cluster")], "env_vars": variables}
+
+
+def _connect(address: str | None, cpus: int | None) -> None:
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if address is None:
+        ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=LOCAL_OBJECT_STORE_BYTES, **quiet)
+        return
+    try:
+        ray.init(address=address, runtime_env=_runtime_env(), **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise LattqeError(f"no Ray cluster answers at {address!r} ({reason}): start one with `ray start --head`, "
+                          "or leave --address out to run on this machine") from error
+
+
+@contextmanager
+def ray_session(address: str | None = None, cpus: int | None = None) -> Iterator[None]:
+    """Run the body connected to Ray.
+
+    `address` (or the environment's RAY_ADDRESS) joins a running cluster; without one a local Ray with `cpus` CPUs
+    starts here and stops afterwards. A session that is already connected is used as it is and left open.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    _connect(address or os.environ.get("RAY_ADDRESS") or None, cpus)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def gpus_available() -> int:
+    """Count the GPUs of the connected cluster."""
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def require_resources(per_worker: Mapping[str, float], workers: int, timeout: float = 60.0) -> None:
+    """Wait until the cluster owns what `workers` workers need, or say plainly what is missing.
+
+    An autoscaling cluster grows while we wait; a fixed one that is too small is reported after `timeout` seconds
+    instead of leaving actors pending for ever.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        owned = ray.cluster_resources()
+        missing = {name: (amount * workers, owned.get(name, 0.0)) for name, amount in per_worker.items()
+                   if amount * workers > owned.get(name, 0.0) + 1e-9}
+        if not missing:
+            return
+        if time.monotonic() >= deadline:
+            wanted = ", ".join(f"{need:g} {name} (the cluster has {have:g})" for name, (need, have) in missing.items())
+            raise LattqeError(f"{workers} workers need {wanted}: ask for fewer with --workers, or add nodes")
+        time.sleep(min(1.0, timeout))
