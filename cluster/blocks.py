@@ -57,6 +57,7 @@ class _Flight:
 
     block: int
     worker: int
+    actor: Any
     started: float
 
 
@@ -78,8 +79,9 @@ class _BlockRun:
         return sum(flight.worker == worker for flight in self.flights.values())
 
     def send(self, block: int, worker: int) -> None:
-        reference = getattr(self.actors[worker], self.method).remote(block)
-        self.flights[reference] = _Flight(block, worker, time.monotonic())
+        actor = self.actors[worker]
+        reference = getattr(actor, self.method).remote(block)
+        self.flights[reference] = _Flight(block, worker, actor, time.monotonic())
 
     def fill(self) -> None:
         """Give every actor up to a window of blocks; when none are left, copy stragglers to idle actors."""
@@ -112,9 +114,10 @@ class _BlockRun:
             mendable = user_error(error)
             if mendable is not None:
                 raise mendable from None  # wrong input stays wrong: no retry, the one clear line reaches the user
-            if isinstance(error, RayActorError):
-                self.replace(flight.worker)
-            self.fail(flight.block, error)
+            if isinstance(error, RayActorError) and not self.bury(flight):
+                self.requeue(flight.block)
+            else:
+                self.fail(flight.block, error)
         else:
             self.durations.append(time.monotonic() - flight.started)
             if flight.block in self.remaining:
@@ -123,16 +126,13 @@ class _BlockRun:
                 self.summary.blocks_by_worker[flight.worker] += 1
                 on_done(flight.block, result)
 
-    def replace(self, worker: int) -> None:
-        """Start a new actor in the place of a dead one; its other blocks in flight fail now rather than later."""
-        actor = self.actors[worker]
-        self.summary.actors_lost += 1
-        for reference, flight in list(self.flights.items()):
-            if flight.worker == worker:
-                del self.flights[reference]
-                self.requeue(flight.block)
-        ray.kill(actor)
-        self.actors[worker] = self.make_worker(worker)
+    def bury(self, flight: _Flight) -> bool:
+        """Replace a dead actor, once; tell whether this block was the one it died on, not one queued behind that."""
+        if self.actors[flight.worker] is flight.actor:
+            self.summary.actors_lost += 1
+            ray.kill(flight.actor)  # it may be only unreachable: it must not come back beside its replacement
+            self.actors[flight.worker] = self.make_worker(flight.worker)
+        return all(other.started > flight.started for other in self.flights.values() if other.actor is flight.actor)
 
     def fail(self, block: int, error: Exception) -> None:
         self.failures[block] += 1
