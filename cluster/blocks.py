@@ -106,7 +106,7 @@ class _BlockRun:
             self.summary.spare_copies += 1
             self.send(block, worker)
 
-    def collect(self, reference: Any, on_done: Callable[[int, Any], None]) -> None:
+    def collect(self, reference: Any, on_done: Callable[[int, Any], Iterable[int] | None]) -> None:
         flight = self.flights.pop(reference)
         try:
             result = ray.get(reference)
@@ -124,7 +124,9 @@ class _BlockRun:
                 self.remaining.discard(flight.block)
                 self.summary.blocks += 1
                 self.summary.blocks_by_worker[flight.worker] += 1
-                on_done(flight.block, result)
+                more = list(on_done(flight.block, result) or ())
+                self.remaining.update(more)
+                self.queue.extendleft(reversed(more))
 
     def bury(self, flight: _Flight) -> bool:
         """Replace a dead actor, once; tell whether this block was the one it died on, not one queued behind that."""
@@ -157,11 +159,13 @@ class _BlockRun:
 
 
 def run_blocks(make_worker: Callable[[int], Any], workers: int, blocks: Iterable[int], *, method: str = "run",
-               on_done: Callable[[int, Any], None], policy: BlockPolicy | None = None) -> BlockSummary:
+               on_done: Callable[[int, Any], Iterable[int] | None],
+               policy: BlockPolicy | None = None) -> BlockSummary:
     """Run `method(block)` once, effectively, for every block over `workers` actors.
 
     `make_worker(number)` starts one actor (from URIs and numbers, never arrays) and is called again when one dies.
-    `on_done(block, result)` is called in this process, exactly once for each block, in order of completion.
+    `on_done(block, result)` is called in this process, exactly once for each block, in order of completion; it may
+    return further block numbers that have only now become possible (a part whose last piece has just arrived).
     Raises the actor's own LattqeError at once, and anything else after `policy.max_failures` retries of one block.
     """
     state = _BlockRun(make_worker, workers, blocks, method, policy or BlockPolicy())

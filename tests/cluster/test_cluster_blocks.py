@@ -71,6 +71,18 @@ def test_every_block_once(tmp_path):
     assert summary.actors_lost == summary.retries == 0
 
 
+def test_finished_blocks_may_ask_for_more(tmp_path):
+    results = {}
+
+    def on_done(block, result):
+        results[block] = result
+        return [100 + block] if block < 3 else None
+
+    summary = run_blocks(lambda number: Squares.remote(str(tmp_path)), 2, range(4), on_done=on_done)
+    assert sorted(results) == [0, 1, 2, 3, 100, 101, 102]
+    assert summary.blocks == 7
+
+
 def test_no_blocks_starts_nothing(tmp_path):
     results, summary = square_all(tmp_path, blocks=[])
     assert results == {}
