@@ -1,0 +1,31 @@
+"""αQE: neighbors weighted by a power of their similarity (Radenović et al. 2018)."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from lattqe.errors import LattqeError
+from lattqe.expansion.base import Lists, Method
+
+
+@dataclass
+class AlphaExpansion(Method):
+    """w_i = max(sim(q, d_i), 0)^α, the item itself with 1.
+
+    Similarities below zero count as zero: a power of a negative number would be complex, or flip its sign with α.
+    """
+
+    name: ClassVar[str] = "alphaqe"
+    default_k: ClassVar[int] = 72
+    alpha: float = 3.0  # the value of the paper's comparison; 0 is AQE over all k
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.alpha) and self.alpha >= 0):
+            raise LattqeError(f"alphaqe: alpha is {self.alpha}: use a finite number that is not negative, such as 3")
+
+    def weights(self, lists: Lists) -> torch.Tensor:
+        """(n, 1 + k), none negative."""
+        own = torch.ones_like(lists.items[:, :1, 0])
+        return torch.cat([own, lists.scores.clamp(min=0) ** self.alpha], dim=1)

@@ -1,0 +1,173 @@
+"""The generalised query expansion: x̂ = Σ θ(d_i | q, {d}, {d}⁻, i) / Z with θ = w_i d_i, and Z the L2 norm.
+
+A method only says what the weights are (`Method.weights`). Reading arrays, cutting them into blocks that fit in
+the cache, masking, summing, normalising and the degenerate cases are here, once for all methods.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from lattqe.device import pick_device
+from lattqe.errors import LattqeError
+
+# Bytes of float32 vectors that are weighted at once: large enough to keep every core busy, small beside any memory.
+BLOCK_BYTES = 32 << 20
+# A sum this small beside its terms is rounding noise: the terms cancelled, and its direction means nothing.
+CANCELLED = 1e-6
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """What an expansion gives: `vectors` (n, D) float32, L2-normalised, and `weights` (n, 1 + k + m) float32.
+
+    Column 0 is the item itself, columns 1..k its neighbors by rank, the last m its negatives.
+    """
+
+    vectors: np.ndarray
+    weights: np.ndarray
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Some items with their neighbor lists, as one padded tensor on the method's device.
+
+    items (n, 1 + k + m, D) float32: the item, its k neighbors, its m negatives; padding is zeros.
+    valid (n, 1 + k + m) bool: False on padding; the item itself is always valid.
+    scores (n, k) float32: similarity of each neighbor to the item; 0 on padding.
+    """
+
+    items: torch.Tensor
+    valid: torch.Tensor
+    scores: torch.Tensor
+
+    @property
+    def k(self) -> int:
+        """Columns that belong to neighbors."""
+        return self.scores.shape[1]
+
+
+@dataclass
+class Method(ABC):
+    """One θ. Its dataclass fields are its parameters; `create` checks their names."""
+
+    name: ClassVar[str]
+    default_k: ClassVar[int]  # neighbors used when the caller does not say: the paper's choice for this method
+    device: str = field(default="auto", kw_only=True)
+
+    @property
+    def negatives(self) -> int:
+        """Low-ranked items wanted for each row; DQE makes it a parameter."""
+        return 0
+
+    @abstractmethod
+    def weights(self, lists: Lists) -> torch.Tensor:
+        """The weights (n, 1 + k) or (n, 1 + k + m); what stands on padding is ignored."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """What decides the result, ready for JSON (the device does not)."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        values.pop("device")
+        return values
+
+    def expand(
+        self,
+        x: np.ndarray,
+        neighbors: np.ndarray,
+        scores: np.ndarray,
+        valid: np.ndarray | None = None,
+        negatives: np.ndarray | None = None,
+        negatives_valid: np.ndarray | None = None,
+    ) -> Expanded:
+        """Expand n items from their neighbor lists.
+
+        x (n, D), neighbors (n, k, D) by descending score, scores (n, k), valid (n, k) bool (default: all),
+        negatives (n, m, D), negatives_valid (n, m) bool; float16 or float32, never changed, read block by block:
+        beyond its output this holds about `BLOCK_BYTES` (plus what the method's weights need).
+        A row without neighbors, or whose weighted sum cancels, stays what it was. Deterministic.
+        """
+        _check_shapes(x, neighbors, scores, valid, negatives, negatives_valid)
+        (n, k, dim), m = neighbors.shape, 0 if negatives is None else negatives.shape[1]
+        if valid is None:
+            valid = np.ones((n, k), dtype=bool)
+        if negatives is None:
+            negatives = np.zeros((n, 0, dim), dtype=np.float32)
+        if negatives_valid is None:
+            negatives_valid = np.ones((n, m), dtype=bool)
+        vectors = np.empty((n, dim), dtype=np.float32)
+        weights = np.zeros((n, 1 + k + m), dtype=np.float32)
+        device = pick_device(self.device)
+        with torch.inference_mode():
+            for rows in blocks(n, (1 + k + m) * dim * 4):
+                parts = [x[rows, None], neighbors[rows], negatives[rows]]
+                lists = pack(parts, [None, valid[rows], negatives_valid[rows]], scores[rows], device)
+                w = self.weights(lists)
+                w = torch.where(lists.valid[:, : w.shape[1]], w, 0)
+                weights[rows, : w.shape[1]] = w.cpu().numpy()
+                vectors[rows] = aggregate(w, lists.items[:, : w.shape[1]]).cpu().numpy()
+        if not np.isfinite(vectors).all():
+            bad = int(np.flatnonzero(~np.isfinite(vectors).all(axis=1))[0])
+            raise LattqeError(f"{self.name}: row {bad} has NaN or infinite values in its vectors or scores: clean them")
+        return Expanded(vectors, weights)
+
+
+def aggregate(weights: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+    """The normalised weighted sum (n, D) of items (n, t, D) under weights (n, t); column 0 where the sum cancels."""
+    total = torch.bmm(weights[:, None], items)[:, 0]
+    norm = total.norm(dim=1, keepdim=True)
+    scale = weights.abs().sum(dim=1, keepdim=True)
+    own = items[:, 0]
+    own = own / own.norm(dim=1, keepdim=True).clamp(min=torch.finfo(own.dtype).tiny)
+    # Both branches are evaluated for every row: the clamps keep the gradient of the branch not taken free of NaN.
+    return torch.where(norm <= CANCELLED * scale, own, total / norm.clamp(min=torch.finfo(norm.dtype).tiny))
+
+
+def blocks(n: int, row_bytes: int) -> Iterator[slice]:
+    """Cut n rows of so many bytes into slices of about `BLOCK_BYTES`."""
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for start in range(0, n, step):
+        yield slice(start, min(n, start + step))
+
+
+def pack(parts: list[np.ndarray], valid: list[np.ndarray | None], scores: np.ndarray, device: torch.device) -> Lists:
+    """Join arrays (n, t_j, D) and their masks (n, t_j) (None: all valid) into `Lists`, with zeros on padding."""
+    n, dim = parts[0].shape[0], parts[0].shape[2]
+    sizes = [part.shape[1] for part in parts]
+    items = np.empty((n, sum(sizes), dim), dtype=np.float32)
+    mask = np.ones((n, sum(sizes)), dtype=bool)
+    start = 0
+    for part, ok in zip(parts, valid):
+        items[:, start : start + part.shape[1]] = part
+        if ok is not None:
+            mask[:, start : start + part.shape[1]] = ok
+        start += part.shape[1]
+    items[~mask] = 0  # padding may hold anything, NaN included
+    scores = np.where(mask[:, 1 : 1 + scores.shape[1]], scores, 0).astype(np.float32)
+    return Lists(*(torch.from_numpy(array).to(device) for array in (items, mask, scores)))
+
+
+def _check_shapes(
+    x: np.ndarray,
+    neighbors: np.ndarray,
+    scores: np.ndarray,
+    valid: np.ndarray | None,
+    negatives: np.ndarray | None,
+    negatives_valid: np.ndarray | None,
+) -> None:
+    """Refuse arrays that do not belong together, by name."""
+    if x.ndim != 2 or neighbors.ndim != 3 or len(x) != len(neighbors) or x.shape[1] != neighbors.shape[2]:
+        raise LattqeError(f"x {x.shape} and neighbors {neighbors.shape} do not fit: want (n, D) and (n, k, D)")
+    if scores.shape != neighbors.shape[:2]:
+        raise LattqeError(f"scores {scores.shape} do not fit neighbors {neighbors.shape}: want (n, k)")
+    if valid is not None and valid.shape != scores.shape:
+        raise LattqeError(f"valid {valid.shape} does not fit scores {scores.shape}: want (n, k)")
+    if negatives is not None and (negatives.ndim != 3 or negatives[:, 0:0].shape != neighbors[:, 0:0].shape):
+        raise LattqeError(f"negatives {negatives.shape} do not fit x {x.shape}: want (n, m, D)")
+    if negatives_valid is not None and (negatives is None or negatives_valid.shape != negatives.shape[:2]):
+        raise LattqeError(f"negatives_valid {negatives_valid.shape} does not fit the negatives: want (n, m)")

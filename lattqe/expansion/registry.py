@@ -1,0 +1,32 @@
+"""Which methods there are. A new one is a new file and one line here; docs/methods.md shows it."""
+
+import dataclasses
+from typing import Any
+
+from lattqe.errors import LattqeError
+from lattqe.expansion.alpha import AlphaExpansion
+from lattqe.expansion.attention import AttentionExpansion
+from lattqe.expansion.average import AverageExpansion
+from lattqe.expansion.base import Method
+from lattqe.expansion.decay import DecayExpansion
+from lattqe.expansion.discriminative import DiscriminativeExpansion
+
+METHODS: dict[str, type[Method]] = {
+    "aqe": AverageExpansion,
+    "aqewd": DecayExpansion,
+    "alphaqe": AlphaExpansion,
+    "dqe": DiscriminativeExpansion,
+    "lattqe": AttentionExpansion,
+}
+
+
+def create(name: str, **params: Any) -> Method:
+    """The method of that name with those parameters; names nobody knows are refused with the list of those known."""
+    if name not in METHODS:
+        raise LattqeError(f"unknown expansion method {name!r}: use one of {', '.join(METHODS)}")
+    method = METHODS[name]
+    known = [f.name for f in dataclasses.fields(method) if f.init]
+    unknown = sorted(set(params) - set(known))
+    if unknown:
+        raise LattqeError(f"{name} has no parameter {', '.join(unknown)}: it takes {', '.join(known)}")
+    return method(**params)

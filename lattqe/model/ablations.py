@@ -1,0 +1,28 @@
+"""The ablations of the paper's Table 2 and the choices it leaves open, as changes of a configuration."""
+
+import dataclasses
+from typing import Any
+
+from lattqe.errors import LattqeError
+from lattqe.model.config import LAttQEConfig
+
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    # Table 2, rows iii to vi
+    "no-attention": {"attention": False},
+    "no-position": {"positional": False},
+    "no-visual": {"visual": False, "positional_start": "small"},
+    "no-auxiliary": {"auxiliary": "none"},
+    # What the paper does not say
+    "pre-norm": {"norm": "pre"},
+    "small-position": {"positional_start": "small"},
+    "normal-position": {"positional_start": "normal"},
+    "clamped": {"clamp_negative": True},
+}
+
+
+def ablation(config: LAttQEConfig, name: str) -> LAttQEConfig:
+    """That configuration with one part taken away or changed."""
+    if name not in ABLATIONS:
+        raise LattqeError(f"unknown ablation {name!r}: use one of {', '.join(ABLATIONS)}")
+    return dataclasses.replace(config, **ABLATIONS[name])

@@ -1,0 +1,103 @@
+"""What a LAttQE network is made of: one frozen dataclass; the defaults are the paper's network."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from lattqe.errors import LattqeError
+
+CHOICES = {
+    "norm": ("post", "pre"),
+    "activation": ("relu", "gelu"),
+    "positional_start": ("zeros", "small", "normal"),
+    "auxiliary": ("linear", "cosine", "none"),
+}
+
+
+@dataclass(frozen=True)
+class LAttQEConfig:
+    """Sizes, ablations and extensions of the network; each default says why."""
+
+    # Sizes
+    dim: int = 2048  # of the vectors; ResNet101-GeM, the paper's
+    layers: int = 3  # encoders; the paper saw no gain from more
+    heads: int = 64  # the paper's, 32 columns each
+    width: int | None = None  # of the tokens; None: the vectors themselves are the tokens, as in the paper;
+    #                           a number: a learned linear projection of the vectors into tokens of that width
+    ffn: int | None = None  # hidden units of the fully connected part; None: the width, as in the paper
+    max_k: int = 128  # neighbors that have a rank embedding; the paper uses 64 and the best rival 72
+
+    # The encoders
+    norm: str = "post"  # as in Vaswani et al.; "pre" starts as plain AQE over all k (every weight near 1)
+    activation: str = "relu"  # as in Vaswani et al.
+    dropout: float = 0.1  # the usual one; 0.3 was seen to leave the weights at AQE's
+    attention: bool = True  # False: a stack of fully connected layers, row (iii) of the paper's Table 2
+
+    # The tokens
+    visual: bool = True  # False: position only, row (v) of Table 2
+    positional: bool = True  # False: row (iv) of Table 2
+    positional_start: str = "zeros"  # "small" N(0, .02²) damps the weights, "normal" N(0, 1) drowns unit vectors
+    content_dropout: float = 0.0  # on the vectors before they become tokens; the paper has none
+    similarity: bool = False  # the similarity to the query as a further input of each token; not in the paper
+
+    # Relations
+    relation_bias: bool = False  # attention logits biased by the similarity of the two vectors; not in the paper
+
+    # The weights
+    power_start: float | None = None  # start of a learned power of the cosine, sign kept; None: the cosine itself
+    clamp_negative: bool = False  # the paper keeps negative weights as they are
+    temperature_start: float = 0.1  # of the softmax for database rows, before it is learned; flatter would be AQE
+
+    # Training only
+    auxiliary: str = "linear"  # relevance classifier: on d̃_i as in the paper, on the "cosine" itself, or "none"
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise LattqeError(f"{name} is {getattr(self, name)!r}: use one of {', '.join(allowed)}")
+        for name in ("dim", "layers", "heads", "width", "ffn", "max_k"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise LattqeError(f"{name} is {value!r}: use a whole number from 1")
+        for name in ("dropout", "content_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise LattqeError(f"{name} is {getattr(self, name)!r}: use a share from 0 to below 1")
+        for name in ("power_start", "temperature_start"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise LattqeError(f"{name} is {value!r}: use a number above 0")
+        if self.token_width % self.heads:
+            raise LattqeError(f"{self.heads} heads do not divide the width {self.token_width}: use a divisor")
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        """Refuse tokens that carry nothing or cannot be told apart."""
+        if not (self.visual or self.positional or self.similarity):
+            raise LattqeError("a network without visual, positional and similarity input sees nothing: keep one")
+        if not (self.visual or self.similarity) and self.positional_start == "zeros":
+            raise LattqeError(
+                "position only needs positional_start 'small' or 'normal': with zeros all tokens are equal, "
+                "every cosine is 1 and none has a gradient"
+            )
+
+    @property
+    def token_width(self) -> int:
+        """Width of the tokens."""
+        return self.dim if self.width is None else self.width
+
+    @property
+    def hidden(self) -> int:
+        """Hidden units of the fully connected part."""
+        return self.token_width if self.ffn is None else self.ffn
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "LAttQEConfig":
+        """The configuration written by `to_dict`; keys nobody knows are refused by name."""
+        unknown = sorted(set(values) - {f.name for f in dataclasses.fields(cls)})
+        if unknown:
+            raise LattqeError(f"unknown network setting {', '.join(unknown)}: made by a newer version of lattqe?")
+        return cls(**values)

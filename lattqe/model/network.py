@@ -1,0 +1,87 @@
+"""LAttQE: tokens, a stack of self-attention encoders, cosines in the transformed space as weights."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lattqe.errors import LattqeError
+from lattqe.model.config import LAttQEConfig
+from lattqe.model.encoder import Stack
+from lattqe.model.head import Head, Output
+from lattqe.model.tokens import Tokens
+
+VERSION = 1  # of what a saved network means; raised when the same tensors would give other weights
+
+
+class LAttQE(nn.Module):
+    """The network of section 3.3 of the paper; `lattqe.model.fast` is the same for inference."""
+
+    def __init__(self, config: LAttQEConfig | None = None) -> None:
+        super().__init__()
+        self.config = config or LAttQEConfig()
+        self.tokens = Tokens(self.config)
+        self.stack = Stack(self.config)
+        self.head = Head(self.config)
+
+    def forward(self, items: torch.Tensor, valid: torch.Tensor | None = None, dba: bool = False) -> Output:
+        """Weights of the items of n lists.
+
+        items (n, 1 + k, D) float32: row 0 the query, then its neighbors by rank; valid (n, 1 + k) bool, False on
+        padding and on dropped neighbors (which keep their rank), True in column 0; dba: the tempered softmax.
+        """
+        if items.shape[-1] != self.config.dim:
+            raise LattqeError(f"vectors of {items.shape[-1]} columns, but this network was made for {self.config.dim}")
+        if valid is None:
+            valid = items.new_ones(items.shape[:2], dtype=torch.bool)
+        return self.head(self.stack(self.tokens(items, valid)), valid, dba)
+
+    def save(
+        self,
+        uri: str,
+        metrics: dict[str, Any] | None = None,
+        training: dict[str, Any] | None = None,
+        inputs: dict[str, Any] | None = None,
+    ) -> None:
+        """Write model.safetensors, config.json (network and training settings) and metrics.json to a new place."""
+        from lattqe.store import save_model
+
+        tensors = {name: tensor.detach().cpu().numpy() for name, tensor in self.state_dict().items()}
+        config = {"version": VERSION, "network": self.config.to_dict(), "training": training or {}}
+        save_model(uri, tensors, config, metrics or {}, inputs=inputs)
+
+    @classmethod
+    def load(cls, uri: str) -> "LAttQE":
+        """Read what `save` wrote; a file that does not fit is refused, naming the setting or the tensor."""
+        from lattqe.store import load_model
+
+        tensors, config, _, _ = load_model(uri)
+        return cls.from_tensors(tensors, config, uri)
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, np.ndarray], config: dict[str, Any], source: str) -> "LAttQE":
+        """A network from tensors by name and the configuration stored beside them."""
+        if config.get("version") != VERSION:
+            raise LattqeError(
+                f"{source}: network version {config.get('version')!r}, this lattqe reads {VERSION}: train it again"
+            )
+        try:
+            network = cls(LAttQEConfig.from_dict(config.get("network", {})))
+        except (LattqeError, TypeError) as error:
+            raise LattqeError(f"{source}: {error}") from error
+        wanted = network.state_dict()
+        for name in sorted(set(wanted) ^ set(tensors)):
+            problem = "is missing" if name in wanted else "is not part of the network its config.json describes"
+            raise LattqeError(f"{source}: tensor {name} {problem}: the files do not belong together")
+        for name, tensor in wanted.items():
+            found = tensors[name]
+            if tuple(found.shape) != tuple(tensor.shape):
+                raise LattqeError(
+                    f"{source}: tensor {name} has shape {tuple(found.shape)}, its config.json asks for "
+                    f"{tuple(tensor.shape)}: the files do not belong together"
+                )
+            if not np.isfinite(found).all():
+                raise LattqeError(f"{source}: tensor {name} holds NaN or infinite values: train it again")
+        network.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in tensors.items()})
+        return network.eval()
