@@ -1,7 +1,45 @@
 """Shared fixtures: a real S3 server, and where the real data is."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 # Before anything imports Ray: workers inherit these.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The optional real data: where LATTQE_DATA says, or `shared/data` beside the project; else tests skip."""
+    folder = Path(os.environ.get("LATTQE_DATA") or PROJECT.parent / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip(f"no real data in {folder}: set LATTQE_DATA to the folder that holds photos/ and revisited/")
+    return folder
+
+
+def _part(data_folder: Path, name: str) -> Path:
+    if not (data_folder / name).is_dir():
+        pytest.skip(f"no {name}/ in {data_folder}")
+    return data_folder / name
+
+
+@pytest.fixture(scope="session")
+def photos_folder(data_folder: Path) -> Path:
+    """Descriptors of real photographs in four labelled sets."""
+    return _part(data_folder, "photos")
+
+
+@pytest.fixture(scope="session")
+def revisited_folder(data_folder: Path) -> Path:
+    """The published ground truths of Revisited Oxford and Paris."""
+    return _part(data_folder, "revisited")
+
+
+@pytest.fixture(params=["gnd_roxford5k.pkl", "gnd_rparis6k.pkl"])
+def real_gnd(request: pytest.FixtureRequest, revisited_folder: Path) -> Path:
+    """Each of the published ground-truth files in turn."""
+    return revisited_folder / request.param
