@@ -4,10 +4,15 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before anything imports Ray: workers inherit these.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+# Examples are timed by nobody: a busy machine is not a failure.
+settings.register_profile("lattqe", deadline=None)
+settings.load_profile("lattqe")
 
 PROJECT = Path(__file__).resolve().parent.parent
 
