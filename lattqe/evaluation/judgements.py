@@ -1,0 +1,152 @@
+"""What is known about each query: graded database rows, and the setups that say which grades count as what."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lattqe.errors import LattqeError
+
+EASY, HARD, JUNK = 0, 1, 2
+UNGRADED = -1
+GRADE_NAMES = {EASY: "easy", HARD: "hard", JUNK: "junk"}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to score graded rows. Junk is taken out of the ranking before positions are counted."""
+
+    name: str
+    positive: tuple[int, ...]
+    junk: tuple[int, ...]
+
+
+REVISITED = (
+    Setup("easy", positive=(EASY,), junk=(HARD, JUNK)),
+    Setup("medium", positive=(EASY, HARD), junk=(JUNK,)),
+    Setup("hard", positive=(HARD,), junk=(EASY, JUNK)),
+)
+LABEL = (Setup("label", positive=(EASY, HARD), junk=(JUNK,)),)
+
+
+@dataclass(frozen=True)
+class Judgements:
+    """The graded rows of some consecutive queries; every other row of the database is a negative.
+
+    offsets: (nq + 1,) int64, query i owns entries offsets[i]:offsets[i + 1].
+    rows: (n,) int64 database rows; grades: (n,) int8, EASY, HARD or JUNK.
+    """
+
+    offsets: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    grades: NDArray[np.int8]
+
+    @classmethod
+    def from_lists(
+        cls, easy: Sequence[ArrayLike], hard: Sequence[ArrayLike], junk: Sequence[ArrayLike]
+    ) -> "Judgements":
+        """Join lists of rows, one easy, one hard and one junk list for each query."""
+        parts = [
+            (np.asarray(rows, dtype=np.int64).reshape(-1), grade)
+            for lists in zip(easy, hard, junk, strict=True)
+            for rows, grade in zip(lists, (EASY, HARD, JUNK))
+        ]
+        lengths = np.array([len(rows) for rows, _ in parts], dtype=np.int64)
+        return cls(
+            offsets=np.concatenate(([0], np.cumsum(lengths.reshape(-1, 3).sum(axis=1)))).astype(np.int64),
+            rows=np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in parts)]),
+            grades=np.repeat(np.array([grade for _, grade in parts], dtype=np.int8), lengths),
+        )
+
+    @property
+    def queries(self) -> int:
+        """Number of queries."""
+        return len(self.offsets) - 1
+
+    @property
+    def query(self) -> NDArray[np.int64]:
+        """(n,) the query that each entry belongs to."""
+        return np.repeat(np.arange(self.queries), np.diff(self.offsets))
+
+    def slice(self, start: int, stop: int) -> "Judgements":
+        """The judgements of queries start..stop-1."""
+        first, last = self.offsets[start], self.offsets[stop]
+        return Judgements(self.offsets[start : stop + 1] - first, self.rows[first:last], self.grades[first:last])
+
+    def grades_of(self, neighbors: NDArray[np.integer[Any]]) -> NDArray[np.int8]:
+        """(nq, k) the grade of each neighbor in the lists (nq, k), UNGRADED for negatives and for missing ones (-1)."""
+        grades = np.full(neighbors.shape, UNGRADED, dtype=np.int8)
+        for i in range(self.queries):
+            mine = slice(self.offsets[i], self.offsets[i + 1])
+            if mine.start == mine.stop:
+                continue
+            order = np.argsort(self.rows[mine])
+            rows, row_grades = self.rows[mine][order], self.grades[mine][order]
+            place = np.minimum(np.searchsorted(rows, neighbors[i]), len(rows) - 1)
+            grades[i] = np.where(rows[place] == neighbors[i], row_grades[place], UNGRADED)
+        return grades
+
+
+class GroundTruth(Protocol):
+    """What both evaluation paths need to know. Implemented by GradedTruth and LabelTruth."""
+
+    @property
+    def setups(self) -> tuple[Setup, ...]:
+        """The ways in which it is scored."""
+
+    @property
+    def queries(self) -> int:
+        """Number of queries."""
+
+    @property
+    def database_rows(self) -> int:
+        """Number of rows it speaks of; rows after them are distractors, negatives for everyone."""
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """(nq,) graded rows of each query."""
+
+    def judgements(self, start: int, stop: int) -> Judgements:
+        """The judgements of queries start..stop-1."""
+
+
+@dataclass(frozen=True)
+class GradedTruth:
+    """Easy, hard and junk rows for each query: the revisited protocol."""
+
+    graded: Judgements
+    database_rows: int
+    setups: tuple[Setup, ...] = REVISITED
+
+    def __post_init__(self) -> None:
+        """Refuse rows outside the database and rows graded twice, naming the query."""
+        for i in range(self.graded.queries):
+            rows = self.graded.rows[self.graded.offsets[i] : self.graded.offsets[i + 1]]
+            outside = rows[(rows < 0) | (rows >= self.database_rows)]
+            if len(outside):
+                raise LattqeError(
+                    f"ground truth of query {i} names row {outside[0]}, but the database has {self.database_rows} rows:"
+                    " it belongs to another database"
+                )
+            unique, times = np.unique(rows, return_counts=True)
+            if len(unique) < len(rows):
+                raise LattqeError(
+                    f"ground truth of query {i} grades row {unique[times > 1][0]} more than once:"
+                    " easy, hard and junk must be disjoint and without repetition"
+                )
+
+    @property
+    def queries(self) -> int:
+        """Number of queries."""
+        return self.graded.queries
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """(nq,) graded rows of each query."""
+        return np.diff(self.graded.offsets)
+
+    def judgements(self, start: int, stop: int) -> Judgements:
+        """The judgements of queries start..stop-1."""
+        return self.graded.slice(start, stop)
