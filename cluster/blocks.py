@@ -1,4 +1,4 @@
-"""A resumable map of numbered blocks over Ray actors: retries, spare copies of stragglers, first finished result wins.
+"""A resumable map of blocks over Ray actors: retries, spare copies of stragglers, first finished result wins.
 
 The blocks' results must not depend on who computes them, and computing one twice must do no harm: an actor publishes
 its part with an atomic write of bytes that are the same for everyone. So this map may repeat any block at any time,
@@ -8,14 +8,16 @@ and what survives the driver is in storage, not here.
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from lattqe.errors import LattqeError
+
+Block = TypeVar("Block", bound=Hashable)  # what names a block: a number, or a tuple such as (part, start, stop)
 
 
 def user_error(error: Exception) -> LattqeError | None:
@@ -52,25 +54,25 @@ class BlockSummary:
 
 
 @dataclass
-class _Flight:
+class _Flight(Generic[Block]):
     """One block on its way through one actor."""
 
-    block: int
+    block: Block
     worker: int
     actor: Any
     started: float
 
 
-class _BlockRun:
+class _BlockRun(Generic[Block]):
     """The state of one `run_blocks`: which actor has which block, and what is still to do."""
 
-    def __init__(self, make_worker: Callable[[int], Any], workers: int, blocks: Iterable[int], method: str,
+    def __init__(self, make_worker: Callable[[int], Any], workers: int, blocks: Iterable[Block], method: str,
                  policy: BlockPolicy) -> None:
         self.make_worker, self.method, self.policy = make_worker, method, policy
         self.queue = deque(blocks)
         self.remaining = set(self.queue)
-        self.failures: Counter[int] = Counter()
-        self.flights: dict[Any, _Flight] = {}
+        self.failures: Counter[Block] = Counter()
+        self.flights: dict[Any, _Flight[Block]] = {}
         self.durations: list[float] = []
         self.summary = BlockSummary()
         self.actors = {number: make_worker(number) for number in range(min(workers, len(self.queue)))}
@@ -78,7 +80,7 @@ class _BlockRun:
     def load(self, worker: int) -> int:
         return sum(flight.worker == worker for flight in self.flights.values())
 
-    def send(self, block: int, worker: int) -> None:
+    def send(self, block: Block, worker: int) -> None:
         actor = self.actors[worker]
         reference = getattr(actor, self.method).remote(block)
         self.flights[reference] = _Flight(block, worker, actor, time.monotonic())
@@ -106,7 +108,7 @@ class _BlockRun:
             self.summary.spare_copies += 1
             self.send(block, worker)
 
-    def collect(self, reference: Any, on_done: Callable[[int, Any], Iterable[int] | None]) -> None:
+    def collect(self, reference: Any, on_done: Callable[[Block, Any], Iterable[Block] | None]) -> None:
         flight = self.flights.pop(reference)
         try:
             result = ray.get(reference)
@@ -128,7 +130,7 @@ class _BlockRun:
                 self.remaining.update(more)
                 self.queue.extendleft(reversed(more))
 
-    def bury(self, flight: _Flight) -> bool:
+    def bury(self, flight: _Flight[Block]) -> bool:
         """Replace a dead actor, once; tell whether this block was the one it died on, not one queued behind that."""
         if self.actors[flight.worker] is flight.actor:
             self.summary.actors_lost += 1
@@ -136,7 +138,7 @@ class _BlockRun:
             self.actors[flight.worker] = self.make_worker(flight.worker)
         return all(other.started > flight.started for other in self.flights.values() if other.actor is flight.actor)
 
-    def fail(self, block: int, error: Exception) -> None:
+    def fail(self, block: Block, error: Exception) -> None:
         self.failures[block] += 1
         if self.failures[block] > self.policy.max_failures:
             if isinstance(error, RayTaskError):
@@ -146,7 +148,7 @@ class _BlockRun:
                               "see the Ray logs of its node (often too little memory: use fewer workers)")
         self.requeue(block)
 
-    def requeue(self, block: int) -> None:
+    def requeue(self, block: Block) -> None:
         """Ask for a block again, unless it is done or another copy of it is still on its way."""
         if block in self.remaining and block not in self.queue \
                 and all(flight.block != block for flight in self.flights.values()):
@@ -158,14 +160,14 @@ class _BlockRun:
             ray.kill(actor)
 
 
-def run_blocks(make_worker: Callable[[int], Any], workers: int, blocks: Iterable[int], *, method: str = "run",
-               on_done: Callable[[int, Any], Iterable[int] | None],
+def run_blocks(make_worker: Callable[[int], Any], workers: int, blocks: Iterable[Block], *, method: str = "run",
+               on_done: Callable[[Block, Any], Iterable[Block] | None],
                policy: BlockPolicy | None = None) -> BlockSummary:
     """Run `method(block)` once, effectively, for every block over `workers` actors.
 
     `make_worker(number)` starts one actor (from URIs and numbers, never arrays) and is called again when one dies.
     `on_done(block, result)` is called in this process, exactly once for each block, in order of completion; it may
-    return further block numbers that have only now become possible (a part whose last piece has just arrived).
+    return further blocks that have only now become possible (a part whose last piece has just arrived).
     Raises the actor's own LattqeError at once, and anything else after `policy.max_failures` retries of one block.
     """
     state = _BlockRun(make_worker, workers, blocks, method, policy or BlockPolicy())
@@ -184,7 +186,7 @@ def run_blocks(make_worker: Callable[[int], Any], workers: int, blocks: Iterable
     return state.summary
 
 
-def _await_start(state: _BlockRun) -> None:
+def _await_start(state: _BlockRun[Any]) -> None:
     """Wait for the first actor: a cluster that cannot place any is an error, not a silent wait."""
     if not state.actors:
         return
