@@ -1,0 +1,97 @@
+"""Claiming a destination: `_work/plan.json` says what is being made there, so that two different makers never mix."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lattqe import __version__
+from lattqe.errors import AlreadyExistsError, LattqeError
+from lattqe.store.manifest import NAME, PLAN, WORK, Manifest, canonical_json, find_manifest, parse_json, plain_json
+from lattqe.store.place import MissingFileError, Place
+
+# Where the input lies does not matter, what is in it does.
+_NOT_COMPARED = {"uri"}
+
+
+def make_plan(kind: str, fields: Mapping[str, Any], config: Mapping[str, Any] | None,
+              inputs: Mapping[str, Mapping[str, str]] | None, part_rows: list[int] | None) -> dict[str, Any]:
+    """All that decides the bytes of the thing to be made."""
+    return plain_json({"kind": kind, "fields": dict(fields), "config": dict(config or {}),
+                       "inputs": dict(inputs or {}), "part_rows": part_rows, "code_version": __version__}, "the plan")
+
+
+def claim(place: Place, plan: dict[str, Any]) -> Manifest | None:
+    """Claim the destination, or join those who make the same thing there, or get it where it is finished already."""
+    finished = find_manifest(place)
+    if finished is not None:
+        _refuse_other(place, {"kind": finished.kind, "fields": finished.fields, "config": finished.config,
+                              "inputs": finished.inputs}, plan, "a finished thing")
+        clean_up(place)
+        return finished
+    try:
+        place.create(PLAN, canonical_json(plan))
+    except AlreadyExistsError:
+        there = read_plan(place)
+        if there is None:  # finished and cleaned up between our two looks
+            return claim(place, plan)
+        _refuse_other(place, there, plan, "an unfinished thing")
+    return None
+
+
+def read_plan(place: Place) -> dict[str, Any] | None:
+    """The claim on the place, if any."""
+    try:
+        return parse_json(place.read(PLAN), f"{place.uri}/{PLAN}")
+    except MissingFileError:
+        return None
+
+
+def _refuse_other(place: Place, there: dict[str, Any], plan: dict[str, Any], what: str) -> None:
+    found = differences({key: plan.get(key) for key in there}, there)
+    if found:
+        raise AlreadyExistsError(
+            f"{place.uri} holds {what} that differs: {'; '.join(found[:5])}{'; ...' if len(found) > 5 else ''}: "
+            "choose another destination or delete it")
+
+
+def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
+    """What differs between two JSON values, as 'config.k: 10 there, 20 here'."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return [line for key in sorted({*ours, *theirs} - _NOT_COMPARED)
+                for line in differences(ours.get(key), theirs.get(key), f"{path}.{key}" if path else key)]
+    if ours == theirs:
+        return []
+    return [f"{path}: {_short(theirs)} there, {_short(ours)} here"]
+
+
+def _short(value: Any) -> str:
+    text = canonical_json(value).decode()
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def publish_manifest(place: Place, manifest: Manifest) -> Manifest:
+    """Write the manifest, last and exclusively; the one that is there where another process made the same thing."""
+    try:
+        place.create(NAME, manifest.to_json())
+    except AlreadyExistsError:
+        there = find_manifest(place)
+        if there is None or there.digest != manifest.digest or there.config != manifest.config:
+            raise AlreadyExistsError(f"{place.uri} was published by another writer meanwhile: choose another "
+                                     "destination or delete it") from None
+        manifest = there
+    clean_up(place)
+    return manifest
+
+
+def clean_up(place: Place) -> None:
+    """Remove the traces of the work: the claim goes last, so that a killed clean-up is found again."""
+    leftovers = [name for name in place.sizes() if name.startswith(WORK)]
+    for name in sorted(leftovers, key=lambda name: name == PLAN):
+        place.delete(name)
+    place.sweep()
+
+
+def check_inputs(inputs: Mapping[str, Mapping[str, str]] | None) -> None:
+    """Each input names its uri, digest and kind."""
+    for name, entry in (inputs or {}).items():
+        if not {"uri", "digest", "kind"} <= set(entry):
+            raise LattqeError(f"input {name!r} must name its uri, digest and kind, not {sorted(entry)}")

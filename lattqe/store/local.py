@@ -1,0 +1,212 @@
+"""A place on disk: files appear by rename or link of a complete, synced temporary file in the same folder."""
+
+import errno
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+
+from lattqe.errors import AlreadyExistsError, LattqeError
+from lattqe.store.place import Bytes, MissingFileError, Place, check_name
+
+TEMPORARY = ".tmp-"
+# A temporary file of another machine cannot be asked for its process: it counts as abandoned after a day.
+ABANDONED_SECONDS = 86_400
+
+_REASONS = {
+    errno.ENOSPC: "no space is left on that disk: free some, or choose another destination",
+    errno.EDQUOT: "the disk quota is used up: free some space, or choose another destination",
+    errno.EFBIG: "the file would be larger than this process or file system allows",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied, or the file system has no hard links",
+    errno.EROFS: "the file system is read-only",
+    errno.ENOTDIR: "a file stands where a folder is needed",
+    errno.EISDIR: "it is a folder, not a file",
+    errno.EEXIST: "a file stands where a folder is needed",
+    errno.ENAMETOOLONG: "the name is too long",
+}
+
+
+@contextmanager
+def explained(action: str, path: Path) -> Iterator[None]:
+    """Turn an operating system's error into one line that says what could not be done, where and why."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise MissingFileError(f"cannot {action} {path}: there is no such file or folder") from error
+    except OSError as error:
+        reason = _REASONS.get(error.errno or 0, os.strerror(error.errno) if error.errno else str(error))
+        raise LattqeError(f"cannot {action} {path}: {reason}") from error
+
+
+class LocalPlace(Place):
+    """A folder on disk; made when the first file is written."""
+
+    is_local = True
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(os.path.abspath(os.path.expanduser(path)))
+        self.uri = str(self.path)
+
+    def child(self, name: str) -> "LocalPlace":
+        """The folder `name` in this one."""
+        return LocalPlace(self.path / check_name(name))
+
+    def file(self, name: str) -> Path:
+        """Where the file `name` is, for libraries that want a path."""
+        return self.path / check_name(name)
+
+    def sizes(self) -> dict[str, int]:
+        """Relative name -> bytes, recursively; empty where there is no folder."""
+        found: dict[str, int] = {}
+        if self.path.exists() and not self.path.is_dir():
+            raise LattqeError(f"cannot list {self.path}: it is a file, not a folder")
+
+        def fail(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise error
+
+        with explained("list", self.path):
+            for folder, _, names in os.walk(self.path, onerror=fail):
+                for name in names:
+                    path = Path(folder, name)
+                    if not name.startswith(TEMPORARY):
+                        with suppress(FileNotFoundError):
+                            found[path.relative_to(self.path).as_posix()] = path.stat().st_size
+        return dict(sorted(found.items()))
+
+    def size(self, name: str) -> int:
+        """Bytes of one file."""
+        with explained("read", self.file(name)):
+            return self.file(name).stat().st_size
+
+    def signature(self, name: str) -> tuple[int, int, int]:
+        """What changes when a file is replaced or written to: its node, its size, its time."""
+        with explained("read", self.file(name)):
+            status = self.file(name).stat()
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset` on."""
+        path = self.file(name)
+        with explained("read", path), open(path, "rb") as file:
+            file.seek(offset)
+            data = file.read(length)
+        if len(data) != length:
+            raise LattqeError(f"cannot read {path}: it ends at byte {offset + len(data)}, not {offset + length}")
+        return data
+
+    def fetch(self, name: str) -> pa.Buffer:
+        """The whole file, memory-mapped."""
+        with self.open_input(name) as file:
+            return file.read_buffer()
+
+    def open_input(self, name: str) -> pa.NativeFile:
+        """A memory-mapped Arrow file."""
+        path = self.file(name)
+        with explained("read", path):
+            if path.stat().st_size == 0:
+                return pa.BufferReader(b"")  # an empty file cannot be mapped
+            return pa.memory_map(str(path), "r")
+
+    @contextmanager
+    def _temporary(self, path: Path) -> Iterator[tuple[BinaryIO, Path]]:
+        """A file beside `path` to be written, which is gone in the end whatever happens."""
+        temporary = path.with_name(f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(6)}")
+        with explained("write", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(temporary, "xb") as file:
+                    yield file, temporary
+            finally:
+                with suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+
+    def write(self, name: str, data: Bytes) -> None:
+        """Replace the file in one step."""
+        with self.open_output(name) as file:
+            file.write(memoryview(data))
+
+    @contextmanager
+    def open_output(self, name: str) -> Iterator[BinaryIO]:
+        """A binary file that takes its name on a clean exit."""
+        path = self.file(name)
+        with self._temporary(path) as (file, temporary):
+            yield file
+            _settle(file)
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+
+    def create(self, name: str, data: Bytes) -> None:
+        """Link a complete file to a name that must be free: linking is exclusive, renaming is not."""
+        path = self.file(name)
+        if path.exists():
+            raise AlreadyExistsError(f"{path} exists already")
+        with self._temporary(path) as (file, temporary):
+            file.write(memoryview(data))
+            _settle(file)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                raise AlreadyExistsError(f"{path} exists already") from None
+            _sync_folder(path.parent)
+
+    def delete(self, name: str) -> None:
+        """Remove one file, and the folders below the place that it leaves empty."""
+        path = self.file(name)
+        with explained("delete", path):
+            with suppress(FileNotFoundError):
+                path.unlink()
+            for folder in path.parents:
+                if folder == self.path or not folder.is_relative_to(self.path):
+                    break
+                try:
+                    folder.rmdir()
+                except OSError:  # not empty, or gone: somebody else's business
+                    break
+
+    def sweep(self) -> None:
+        """Remove temporary files whose process is dead, or that are a day old on another machine's account."""
+        with explained("clean up", self.path):
+            for path in self.path.rglob(f"{TEMPORARY}*"):
+                with suppress(FileNotFoundError):
+                    if _abandoned(path):
+                        path.unlink()
+
+    def remove_if_empty(self) -> None:
+        """Remove the folder where nothing is in it."""
+        with suppress(OSError):
+            self.path.rmdir()
+
+
+def _settle(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name itself survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems cannot; the rename is still atomic
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _abandoned(path: Path) -> bool:
+    host, pid, _ = path.name.removeprefix(TEMPORARY).rsplit("-", 2)
+    if host == socket.gethostname():
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+    return time.time() - path.stat().st_mtime > ABANDONED_SECONDS

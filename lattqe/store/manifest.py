@@ -1,0 +1,180 @@
+"""The manifest of a stored thing: written last and exclusively, so a thing without one does not exist."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from lattqe import __version__
+from lattqe.errors import CorruptDataError, LattqeError
+from lattqe.store.place import MissingFileError, Place, check_name
+
+NAME = "manifest.json"
+WORK = "_work/"
+PLAN = WORK + "plan.json"
+FORMAT = "lattqe"
+FORMAT_VERSION = 1
+# A manifest names each part in about 150 bytes: this is some hundred thousand parts, far beyond any real one.
+MAX_BYTES = 64 << 20
+
+KINDS = {"features": "feature set", "neighbors": "neighbor graph", "ranks": "list of ranks", "model": "model"}
+
+
+def describe_kind(kind: str) -> str:
+    """Words for a kind, with an article: a feature set (kind 'features')."""
+    return f"a {KINDS[kind]} (kind {kind!r})" if kind in KINDS else f"a thing of kind {kind!r}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file of a stored thing. `rows` is 0 for files that are not cut by rows."""
+
+    name: str
+    rows: int
+    bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a stored thing is, which files it consists of, and what made it."""
+
+    kind: str
+    rows: int
+    parts: tuple[Part, ...]
+    fields: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, dict[str, str]] = field(default_factory=dict)
+    code_version: str = __version__
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def digest(self) -> str:
+        """Digest of the content alone: equal bytes, equal digest, wherever, whenever and however made."""
+        content = {"kind": self.kind, "fields": self.fields,
+                   "parts": [[part.rows, part.bytes, part.checksum] for part in self.parts]}
+        return xxhash.xxh3_128_hexdigest(canonical_json(content))
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all parts together."""
+        return sum(part.bytes for part in self.parts)
+
+    def to_json(self) -> bytes:
+        """The file's content, with a checksum of itself."""
+        body = {"format": FORMAT, "format_version": self.format_version, "kind": self.kind, "rows": self.rows,
+                "fields": self.fields, "parts": [vars(part) for part in self.parts], "config": self.config,
+                "inputs": self.inputs, "code_version": self.code_version, "digest": self.digest}
+        body["checksum"] = _checksum(body)
+        return json.dumps(body, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def canonical_json(value: Any) -> bytes:
+    """One spelling for each value, for digests; NaN and infinity are refused."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def plain_json(value: Any, what: str) -> Any:
+    """The value as JSON gives it back (tuples are lists, keys are strings); LattqeError where JSON cannot hold it."""
+    try:
+        return json.loads(canonical_json(value))
+    except (TypeError, ValueError) as error:
+        raise LattqeError(f"{what} cannot be stored as JSON: {error}") from error
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(canonical_json(body))
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """Read a manifest strictly; `where` is its address, for messages."""
+    body = parse_json(data, where)
+    version = body.get("format_version")
+    if body.get("format") != FORMAT or not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise CorruptDataError(f"{where} is not a lattqe manifest")
+    if version > FORMAT_VERSION:
+        raise LattqeError(f"{where} has format version {version}, this lattqe {__version__} reads up to "
+                          f"{FORMAT_VERSION}: install a newer lattqe")
+    stated = body.pop("checksum", None)
+    if stated != _checksum(body):
+        raise CorruptDataError(f"{where} does not match its own checksum: it was damaged or edited by hand")
+    expected = {"format", "format_version", "kind", "rows", "fields", "parts", "config", "inputs", "code_version",
+                "digest"}
+    if set(body) != expected:
+        raise CorruptDataError(f"{where} has missing or unknown keys: {sorted(set(body) ^ expected)}")
+    checks = {"kind": str, "rows": int, "fields": dict, "parts": list, "config": dict, "inputs": dict,
+              "code_version": str, "digest": str}
+    for key, kind in checks.items():
+        if not isinstance(body[key], kind) or isinstance(body[key], bool):
+            raise CorruptDataError(f"{where}: {key!r} is not a {kind.__name__}")
+    manifest = Manifest(body["kind"], body["rows"], tuple(_parse_part(part, where) for part in body["parts"]),
+                        body["fields"], body["config"], _parse_inputs(body["inputs"], where), body["code_version"],
+                        version)
+    names = [part.name for part in manifest.parts]
+    if len(set(names)) != len(names):
+        raise CorruptDataError(f"{where} names a part twice")
+    if manifest.rows < 0 or manifest.rows != sum(part.rows for part in manifest.parts):
+        raise CorruptDataError(f"{where}: the parts' rows do not add up to {manifest.rows}")
+    if manifest.digest != body["digest"]:
+        raise CorruptDataError(f"{where}: the digest does not match the content")
+    return manifest
+
+
+def parse_json(data: bytes, where: str) -> dict[str, Any]:
+    """A JSON object without NaN or infinity."""
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not allowed")
+
+    try:
+        body = json.loads(data, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise CorruptDataError(f"{where} is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise CorruptDataError(f"{where} is not a JSON object")
+    return body
+
+
+def _parse_part(entry: Any, where: str) -> Part:
+    expected = {"name": str, "rows": int, "bytes": int, "checksum": str}
+    if not isinstance(entry, dict) or set(entry) != set(expected):
+        raise CorruptDataError(f"{where}: a part needs exactly name, rows, bytes and checksum")
+    for key, kind in expected.items():
+        if not isinstance(entry[key], kind) or isinstance(entry[key], bool):
+            raise CorruptDataError(f"{where}: a part's {key!r} is not a {kind.__name__}")
+    if entry["rows"] < 0 or entry["bytes"] < 0:
+        raise CorruptDataError(f"{where}: part {entry['name']!r} has negative rows or bytes")
+    check_name(entry["name"])
+    return Part(**entry)
+
+
+def _parse_inputs(inputs: dict[str, Any], where: str) -> dict[str, dict[str, str]]:
+    for name, entry in inputs.items():
+        if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
+            raise CorruptDataError(f"{where}: input {name!r} is not a plain table of texts")
+    return inputs
+
+
+def find_manifest(place: Place) -> Manifest | None:
+    """The manifest of the place, or None where there is none."""
+    where = f"{place.uri}/{NAME}"
+    try:
+        if place.size(NAME) > MAX_BYTES:
+            raise CorruptDataError(f"{where} is larger than any manifest ({MAX_BYTES >> 20} MiB)")
+        return parse_manifest(place.read(NAME), where)
+    except MissingFileError:
+        return None
+
+
+def read_manifest(place: Place, kind: str | None = None) -> Manifest:
+    """The manifest of a thing that must exist and, where `kind` is given, be of that kind."""
+    manifest = find_manifest(place)
+    if manifest is None:
+        if place.exists(PLAN):
+            raise LattqeError(f"{place.uri} is not finished: run the command that was writing it again")
+        if not place.sizes():
+            raise LattqeError(f"there is nothing at {place.uri}")
+        raise LattqeError(f"{place.uri} has no {NAME}: it is not a finished lattqe thing")
+    if kind is not None and manifest.kind != kind:
+        raise LattqeError(f"{place.uri} is {describe_kind(manifest.kind)}, but {describe_kind(kind)} is needed here")
+    return manifest

@@ -1,0 +1,132 @@
+"""Reading the parts of a thing that is cut by rows: each part is checked before its first use, then viewed."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from lattqe.errors import CorruptDataError, LattqeError
+from lattqe.store.cache import PartCache
+from lattqe.store.local import LocalPlace
+from lattqe.store.manifest import Manifest, Part
+from lattqe.store.place import MissingFileError, Place
+from lattqe.store.tables import decode_part
+
+# Parts read from S3 live in memory, and at most this much of them for each open thing; parts on disk are only mapped.
+RESIDENT_BYTES = 256 << 20
+
+# Files on disk whose checksum this process has found right: (path, signature of the file, checksum).
+_checked: set[tuple[str, tuple[int, int, int], str]] = set()
+
+
+def checksum(data: pa.Buffer | bytes) -> str:
+    """The checksum of a part: XXH3, 128 bits, as fast as memory."""
+    return xxhash.xxh3_128_hexdigest(memoryview(data))
+
+
+def load_part(place: Place, part: Part) -> pa.Buffer:
+    """The bytes of a part, mapped or fetched, with the size and checksum that the manifest says."""
+    where = f"{place.uri}/{part.name}"
+    try:
+        size = place.size(part.name)
+        if size != part.bytes:
+            raise CorruptDataError(f"{where} has {size} bytes, its manifest says {part.bytes}: it was cut or replaced")
+        data = place.fetch(part.name)
+    except MissingFileError as error:
+        raise CorruptDataError(f"{where} is missing, though its manifest names it") from error
+    if isinstance(place, LocalPlace):
+        key = (where, place.signature(part.name), part.checksum)
+        if key not in _checked:
+            _check(data, part, where)
+            _checked.add(key)
+    else:
+        _check(data, part, where)
+    return data
+
+
+def _check(data: pa.Buffer, part: Part, where: str) -> None:
+    if data.size != part.bytes or checksum(data) != part.checksum:
+        raise CorruptDataError(f"{where} does not match its checksum: it was damaged; restore it or make it again")
+
+
+class Parts:
+    """The rows of a stored thing as Arrow batches, one for each part."""
+
+    def __init__(self, place: Place, manifest: Manifest, cache: str | None = None) -> None:
+        self.place, self.manifest = place, manifest
+        self._cache = PartCache(cache, manifest.digest) if cache is not None and not place.is_local else None
+        self.starts = np.cumsum([0, *(part.rows for part in manifest.parts)])
+        self._kept: OrderedDict[int, pa.RecordBatch] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def batch(self, number: int, keep: bool = True) -> pa.RecordBatch:
+        """All rows of part `number`, checked; `keep` it for later calls, as far as memory is bounded."""
+        with self._lock:
+            if number in self._kept:
+                self._kept.move_to_end(number)
+                return self._kept[number]
+        part = self.manifest.parts[number]
+        if self._cache is not None:
+            data = self._cache.load(self.place, part)
+        else:
+            data = load_part(self.place, part)
+        batch = decode_part(data, self.manifest.fields["columns"], part.rows, f"{self.place.uri}/{part.name}")
+        if keep:
+            self._keep(number, batch)
+        return batch
+
+    def _keep(self, number: int, batch: pa.RecordBatch) -> None:
+        with self._lock:
+            self._kept[number] = batch
+            if self.place.is_local or self._cache is not None:
+                return
+            while len(self._kept) > 1 and sum(self.manifest.parts[i].bytes for i in self._kept) > RESIDENT_BYTES:
+                self._kept.popitem(last=False)
+
+    def span(self, start: int, stop: int | None) -> tuple[int, int]:
+        """Check a row range; None is the end."""
+        rows = self.manifest.rows
+        stop = rows if stop is None else stop
+        if not 0 <= start <= stop <= rows:
+            raise LattqeError(f"rows {start}:{stop} are not within the {rows} rows of {self.place.uri}")
+        return int(start), int(stop)
+
+    def slices(self, start: int, stop: int, keep: bool = True) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """The rows of the range part by part, with the row each piece starts at; the next part is loaded meanwhile."""
+        if start == stop:
+            return
+        first, last = (int(np.searchsorted(self.starts, row, side="right")) - 1 for row in (start, stop - 1))
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(self.batch, first, keep)
+            for number in range(first, last + 1):
+                batch = coming.result()
+                if number < last:
+                    coming = pool.submit(self.batch, number + 1, keep)
+                begin = int(self.starts[number])
+                low, high = max(start, begin), min(stop, begin + batch.num_rows)
+                yield low, batch.slice(low - begin, high - low)
+                del batch
+
+    def groups(self, rows: np.ndarray) -> Iterator[tuple[pa.RecordBatch, np.ndarray, np.ndarray]]:
+        """For a row list, part by part: the batch, the positions within `rows` (m,), the rows within the batch (m,)."""
+        numbers = np.searchsorted(self.starts, rows, side="right") - 1
+        order = np.argsort(numbers, kind="stable")
+        for chunk in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
+            if len(chunk):
+                number = int(numbers[chunk[0]])
+                yield self.batch(number), chunk, rows[chunk] - self.starts[number]
+
+    def check_rows(self, rows: np.ndarray) -> np.ndarray:
+        """A row list (n,) as int64, all within the thing."""
+        rows = np.asarray(rows)
+        if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+            raise LattqeError(f"a row list has one dimension of whole numbers, not shape {rows.shape} of {rows.dtype}")
+        rows = rows.astype(np.int64, copy=False)
+        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.manifest.rows:
+            raise LattqeError(f"rows {int(rows.min())}..{int(rows.max())} are not within the {self.manifest.rows} "
+                              f"rows of {self.place.uri}")
+        return rows

@@ -1,0 +1,138 @@
+"""A place where things are stored: one seam, and a scheme of the URI picks the class behind it.
+
+A place is a folder: `dir`, `file:///dir` or `s3://bucket/prefix`. Files in it have plain relative names. A file is
+either wholly there or not there at all, on disk and on S3 alike, whatever happens to the process that writes it.
+"""
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import BinaryIO, TypeAlias
+from urllib.parse import unquote, urlsplit
+
+import pyarrow as pa
+
+from lattqe.errors import LattqeError
+
+# What can be written.
+Bytes: TypeAlias = bytes | memoryview | pa.Buffer
+
+
+class MissingFileError(LattqeError):
+    """A file, folder or object that is not there."""
+
+
+class UnavailableError(LattqeError):
+    """The storage did not answer for as long as we were willing to wait; the same command may succeed later."""
+
+
+def check_name(name: str) -> str:
+    """Refuse names that could leave their folder: manifests come from elsewhere and are not trusted."""
+    parts = name.split("/")
+    if not name or "\\" in name or not name.isprintable() or any(part in ("", ".", "..") for part in parts):
+        raise LattqeError(f"refused file name {name!r}: names are plain and relative, without '..' or backslashes")
+    return name
+
+
+class Place(ABC):
+    """A folder on some storage. Cheap to make, safe to share among threads and to send to other processes."""
+
+    uri: str
+    is_local: bool
+
+    @abstractmethod
+    def child(self, name: str) -> "Place":
+        """The place below this one."""
+
+    @abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """Relative name -> bytes of every file, recursively, sorted by name; unfinished files do not show."""
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Bytes of one file; MissingFileError where there is none."""
+
+    @abstractmethod
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset` on."""
+
+    @abstractmethod
+    def fetch(self, name: str) -> pa.Buffer:
+        """The whole file as one buffer: memory-mapped on disk, fetched in parallel ranges from S3."""
+
+    @abstractmethod
+    def open_input(self, name: str) -> pa.NativeFile:
+        """A seekable Arrow file, memory-mapped on disk."""
+
+    @abstractmethod
+    def write(self, name: str, data: Bytes) -> None:
+        """Put the whole file there, replacing what was there in one step."""
+
+    @abstractmethod
+    def create(self, name: str, data: Bytes) -> None:
+        """Put the whole file there if the name is free, else AlreadyExistsError; of many callers one succeeds."""
+
+    @abstractmethod
+    def open_output(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """A context manager that yields a binary file; what was written shows on a clean exit, else never."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove one file; nothing happens where there is none."""
+
+    @abstractmethod
+    def sweep(self) -> None:
+        """Remove what killed writers left half done (temporary files, abandoned uploads), not what live ones do."""
+
+    @abstractmethod
+    def remove_if_empty(self) -> None:
+        """Remove the folder itself where the storage has such a thing and nothing is in it."""
+
+    def list(self) -> list[str]:
+        """Relative names of all files, recursively, sorted."""
+        return list(self.sizes())
+
+    def exists(self, name: str) -> bool:
+        """Whether the file is there."""
+        try:
+            self.size(name)
+        except MissingFileError:
+            return False
+        return True
+
+    def read(self, name: str) -> bytes:
+        """The whole file as bytes."""
+        return self.fetch(name).to_pybytes()
+
+    def delete_tree(self) -> None:
+        """Remove every file of the place; the manifest first, so that a half-deleted thing does not exist."""
+        for name in sorted(self.sizes(), key=lambda name: name != "manifest.json"):
+            self.delete(name)
+        self.sweep()
+        self.remove_if_empty()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.uri!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Place) and self.uri == other.uri
+
+    def __hash__(self) -> int:
+        return hash(self.uri)
+
+
+def open_place(uri: str) -> Place:
+    """Open `dir`, `file:///dir` or `s3://bucket/prefix`; nothing is created or contacted yet."""
+    from lattqe.store.local import LocalPlace
+    from lattqe.store.s3 import S3Place
+
+    uri = str(uri)
+    if "://" not in uri:
+        if not uri.strip() or not uri.isprintable():
+            raise LattqeError(f"{uri!r} is no place: give a folder, file:///folder or s3://bucket/prefix")
+        return LocalPlace(uri)
+    parts = urlsplit(uri)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
+        return LocalPlace(unquote(parts.path))
+    if parts.scheme == "s3" and parts.netloc:
+        return S3Place(parts.netloc, uri.split("://", 1)[1].partition("/")[2])
+    raise LattqeError(f"{uri!r} is no place: give a folder, file:///folder or s3://bucket/prefix")

@@ -1,0 +1,63 @@
+"""The two S3 clients of this process, boto3 and pyarrow, on one endpoint and one chain of credentials."""
+
+import os
+import threading
+from functools import lru_cache
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+from botocore.config import Config
+from pyarrow import fs
+
+# What decides where requests go and as whom: a change of any of these makes new clients.
+SETTINGS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_REGION",
+            "AWS_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 60.0
+
+
+class Clients:
+    """boto3 for what needs its answers (conditions, listings, causes of errors), pyarrow for moving bytes."""
+
+    def __init__(self) -> None:
+        session = boto3.Session()
+        self._credentials = session.get_credentials()
+        self._region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
+        # Attempts are ours alone: an attempt that boto3 repeats in silence could meet its own conditional PUT.
+        config = Config(retries={"total_max_attempts": 1}, connect_timeout=CONNECT_SECONDS,
+                        read_timeout=ANSWER_SECONDS, max_pool_connections=32)
+        self.boto: Any = session.client("s3", region_name=self._region, config=config)
+        self._lock = threading.Lock()
+        self._arrow: tuple[tuple[str | None, ...], fs.S3FileSystem] | None = None
+
+    def arrow(self) -> fs.S3FileSystem:
+        """A pyarrow file system with boto3's present credentials: roles expire, so they are asked for each time."""
+        key: tuple[str | None, ...] = ()
+        if self._credentials is not None:
+            frozen = self._credentials.get_frozen_credentials()
+            key = (frozen.access_key, frozen.secret_key, frozen.token)
+        with self._lock:
+            if self._arrow is None or self._arrow[0] != key:
+                self._arrow = key, self._connect(*key)
+            return self._arrow[1]
+
+    def _connect(self, access_key: str | None = None, secret_key: str | None = None,
+                 token: str | None = None) -> fs.S3FileSystem:
+        endpoint = urlsplit(self.boto.meta.endpoint_url)
+        own_server = not (endpoint.hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
+        override = {"endpoint_override": endpoint.netloc, "scheme": endpoint.scheme} if own_server else {}
+        return fs.S3FileSystem(
+            access_key=access_key, secret_key=secret_key, session_token=token, region=self._region,
+            connect_timeout=CONNECT_SECONDS, tls_ca_file_path=os.environ.get("AWS_CA_BUNDLE"),
+            retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1), **override)
+
+
+@lru_cache(maxsize=8)
+def _clients(process: int, settings: tuple[str | None, ...]) -> Clients:
+    return Clients()
+
+
+def clients() -> Clients:
+    """The clients of this process for the present settings."""
+    return _clients(os.getpid(), tuple(os.environ.get(name) for name in SETTINGS))

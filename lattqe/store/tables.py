@@ -1,0 +1,174 @@
+"""Arrow schemas of the stored things, tables made from arrays, and the bytes of a part.
+
+A part is an Arrow IPC file with one record batch and no compression: after mapping it, a vector is viewed, not parsed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from lattqe.errors import CorruptDataError, LattqeError
+
+DTYPES = {"float16": pa.float16(), "float32": pa.float32()}
+DEFAULT_PART_BYTES = 64 << 20
+# What an id is taken to need when rows are counted into parts before any id is seen.
+NOMINAL_ID_BYTES = 24
+
+
+def check_dtype(dtype: str) -> str:
+    """float16 or float32."""
+    name = np.dtype(dtype).name if not isinstance(dtype, str) else dtype
+    if name not in DTYPES:
+        raise LattqeError(f"dtype {name!r} cannot be stored: use float16 or float32")
+    return name
+
+
+def _column(name: str, kind: pa.DataType) -> pa.Field:
+    return pa.field(name, kind, nullable=False)
+
+
+def _list(kind: pa.DataType, size: int) -> pa.DataType:
+    return pa.list_(pa.field("item", kind, nullable=False), size)
+
+
+def features_schema(dim: int, dtype: str = "float16", labels: bool = False,
+                    extra: Sequence[pa.Field] = ()) -> pa.Schema:
+    """Columns id, vector, label (with `labels`), then `extra`."""
+    columns = [_column("id", pa.string()), _column("vector", _list(DTYPES[check_dtype(dtype)], dim))]
+    if labels:
+        columns.append(_column("label", pa.int32()))
+    taken = {"id", "vector", "label"}
+    for column in extra:
+        if column.name in taken:
+            raise LattqeError(f"column {column.name!r} is there twice or has a reserved name")
+        taken.add(column.name)
+    return pa.schema([*columns, *(column.remove_metadata() for column in extra)])
+
+
+def neighbors_schema(k: int) -> pa.Schema:
+    """Columns neighbors (k row numbers, -1 = none) and scores."""
+    return pa.schema([_column("neighbors", _list(pa.int32(), k)), _column("scores", _list(pa.float32(), k))])
+
+
+def ranks_schema(k: int) -> pa.Schema:
+    """The id of the query, then as in a neighbor graph."""
+    return pa.schema([_column("id", pa.string()), *neighbors_schema(k)])
+
+
+def schema_of(kind: str, fields: Mapping[str, Any]) -> pa.Schema:
+    """The schema of a kind from its fields: dim, dtype and labels for features, k for neighbors and ranks."""
+    try:
+        if kind == "features":
+            return features_schema(int(fields["dim"]), fields["dtype"], bool(fields.get("labels", False)))
+        if kind == "neighbors":
+            return neighbors_schema(int(fields["k"]))
+        if kind == "ranks":
+            return ranks_schema(int(fields["k"]))
+    except KeyError as error:
+        raise LattqeError(f"kind {kind!r} needs the field {error}") from error
+    raise LattqeError(f"kind {kind!r} has no schema of its own: pass one")
+
+
+def schema_columns(schema: pa.Schema) -> list[dict[str, str]]:
+    """The columns as a manifest tells them: name and type, in order."""
+    return [{"name": column.name, "type": str(column.type)} for column in schema]
+
+
+def matrix_column(matrix: np.ndarray) -> pa.FixedSizeListArray:
+    """An (n, d) array as a column of n lists, without a copy where it is contiguous."""
+    flat = np.ascontiguousarray(matrix).reshape(-1)
+    values = pa.Array.from_buffers(pa.from_numpy_dtype(flat.dtype), len(flat), [None, pa.py_buffer(flat)])
+    return pa.FixedSizeListArray.from_arrays(values, type=_list(values.type, matrix.shape[1]))
+
+
+def column_matrix(column: pa.FixedSizeListArray) -> np.ndarray:
+    """A column of n lists as an (n, d) read-only view."""
+    return column.flatten().to_numpy(zero_copy_only=True).reshape(len(column), column.type.list_size)
+
+
+def features_table(ids: Sequence[str] | pa.Array, vectors: np.ndarray, labels: np.ndarray | None = None,
+                   extra: Mapping[str, Any] | None = None) -> pa.Table:
+    """A table of ids (n,), vectors (n, D) float16 or float32 as they are, labels (n,), and other columns."""
+    extra = dict(extra or {})
+    columns = [_as_column(pa.array(ids, pa.string())), matrix_column(vectors)]
+    if labels is not None:
+        columns.append(_as_column(pa.array(np.asarray(labels, dtype=np.int32))))
+    more = {name: _as_column(values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values))
+            for name, values in extra.items()}
+    schema = features_schema(vectors.shape[1], vectors.dtype.name, labels is not None,
+                             [pa.field(name, values.type) for name, values in more.items()])
+    return _table([*columns, *more.values()], schema)
+
+
+def neighbors_table(I: np.ndarray, D: np.ndarray) -> pa.Table:  # noqa: E741
+    """A table of neighbors I (n, k) and scores D (n, k)."""
+    return _table([matrix_column(np.asarray(I, dtype=np.int32)), matrix_column(np.asarray(D, dtype=np.float32))],
+                  neighbors_schema(I.shape[1]))
+
+
+def ranks_table(ids: Sequence[str] | pa.Array, I: np.ndarray, D: np.ndarray) -> pa.Table:  # noqa: E741
+    """A table of query ids (n,), ranks I (n, k) and scores D (n, k)."""
+    lists = neighbors_table(I, D)
+    return _table([_as_column(pa.array(ids, pa.string())), *lists.columns], ranks_schema(I.shape[1]))
+
+
+def _as_column(values: pa.Array | pa.ChunkedArray) -> pa.Array:
+    return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+
+
+def _table(columns: list[pa.Array], schema: pa.Schema) -> pa.Table:
+    lengths = {len(column) for column in columns}
+    if len(lengths) != 1:
+        raise LattqeError(f"columns differ in length: {[len(column) for column in columns]}")
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def encode_part(table: pa.Table, schema: pa.Schema) -> pa.Buffer:
+    """The bytes of a part: the same for the same rows, however the table was chunked or sliced."""
+    if table.column_names != schema.names:
+        raise LattqeError(f"columns are {table.column_names}, {schema.names} were announced")
+    for column in table.columns:
+        if column.null_count:
+            raise LattqeError("stored columns have no missing values, but one was given")
+    table = table.cast(schema).combine_chunks()
+    batches = table.to_batches()
+    if len(batches) != 1:
+        raise LattqeError(f"a part is one batch of at least one row, but {len(batches)} were given")
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(batches[0])
+    return sink.getvalue()
+
+
+def decode_part(data: pa.Buffer, columns: list[dict[str, str]], rows: int, where: str) -> pa.RecordBatch:
+    """View the bytes of a part, which must hold what its manifest says."""
+    try:
+        reader = pa.ipc.open_file(pa.BufferReader(data))
+        batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
+        if batch is not None:
+            batch.validate()
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptDataError(f"{where} is not a readable Arrow file: {error}") from error
+    if batch is None or batch.num_rows != rows:
+        raise CorruptDataError(f"{where} does not hold one batch of {rows} rows")
+    if schema_columns(batch.schema) != columns:
+        raise CorruptDataError(f"{where} has other columns than its manifest says: {batch.schema.names}")
+    return batch
+
+
+def part_row_counts(rows: int, bytes_per_row: int, part_bytes: int = DEFAULT_PART_BYTES) -> list[int]:
+    """Cut `rows` into parts of about `part_bytes`: all equal but the last. A function of these numbers alone."""
+    if rows < 1 or bytes_per_row < 1:
+        raise LattqeError(f"nothing to store: {rows} rows of {bytes_per_row} bytes")
+    each = max(1, min(part_bytes // bytes_per_row, rows))
+    return [min(each, rows - start) for start in range(0, rows, each)]
+
+
+def row_bytes(kind: str, fields: Mapping[str, Any]) -> int:
+    """Bytes that one row of a kind needs, for `part_row_counts`; ids count with a nominal length."""
+    if kind == "features":
+        width = int(fields["dim"]) * np.dtype(fields["dtype"]).itemsize
+        return width + NOMINAL_ID_BYTES + 4 * bool(fields.get("labels", False))
+    return 8 * int(fields["k"]) + (NOMINAL_ID_BYTES if kind == "ranks" else 0)

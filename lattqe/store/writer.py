@@ -1,0 +1,217 @@
+"""Writing a feature set as it streams by: any number of rows in the memory of two parts."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from lattqe.errors import AlreadyExistsError, LattqeError
+from lattqe.store.claim import check_inputs, claim, make_plan, publish_manifest
+from lattqe.store.features import FeatureSet
+from lattqe.store.manifest import PLAN, Manifest, Part
+from lattqe.store.normalise import NORM_TOLERANCE, as_matrix, normalised, norms
+from lattqe.store.parts import checksum
+from lattqe.store.pending import part_name
+from lattqe.store.place import UnavailableError, open_place
+from lattqe.store.tables import (
+    DEFAULT_PART_BYTES,
+    check_dtype,
+    encode_part,
+    features_schema,
+    features_table,
+    schema_columns,
+)
+from lattqe.store.unique import IdRegister
+
+MAX_DIM = 1 << 20
+
+
+class FeatureWriter:
+    """Streams rows into a feature set. Parts appear one by one, the set itself with `close`, or never.
+
+    Where the destination holds the same finished set already (same configuration and inputs), `finished` is that set
+    and nothing can be appended. Leaving the `with` block with an error removes the parts written, unless the storage
+    is out of reach: then the same command continues later.
+    """
+
+    def __init__(self, uri: str, dim: int, dtype: str = "float16", labels: bool = False,
+                 config: Mapping[str, Any] | None = None, inputs: Mapping[str, Mapping[str, str]] | None = None,
+                 normalise: bool = True, skip_bad: bool = False, part_bytes: int = DEFAULT_PART_BYTES,
+                 extra: Sequence[pa.Field] = ()) -> None:
+        if not 1 <= dim <= MAX_DIM:
+            raise LattqeError(f"dimension {dim} cannot be stored: 1 to {MAX_DIM} can")
+        if part_bytes < 1:
+            raise LattqeError(f"parts of {part_bytes} bytes cannot be written")
+        check_inputs(inputs)
+        self.dim, self.dtype, self.rows, self.skipped = dim, check_dtype(dtype), 0, 0
+        self._labels, self._normalise, self._skip_bad, self._part_bytes = labels, normalise, skip_bad, part_bytes
+        self._schema = features_schema(dim, self.dtype, labels, extra)
+        self._fields = {"dim": dim, "dtype": self.dtype, "columns": schema_columns(self._schema)}
+        self._plan = make_plan("features", self._fields, config, inputs, None)
+        self._held: list[pa.Table] = []
+        self._held_bytes = 0
+        self._parts: list[Part] = []
+        self._created: list[str] = []
+        self._ids = IdRegister()
+        self.place = open_place(uri)
+        self.uri = self.place.uri
+        there = claim(self.place, self._plan)
+        self.finished = None if there is None else FeatureSet(self.place, there)
+
+    def append(self, vectors: np.ndarray, ids: Sequence[str], labels: np.ndarray | None = None,
+               extra: Mapping[str, Any] | None = None) -> None:
+        """Add rows: vectors (n, D) of any numeric dtype, ids (n,), labels (n,) where announced, other columns."""
+        if self.finished is not None:
+            raise AlreadyExistsError(f"{self.uri} is finished already: choose another destination or delete it")
+        vectors = as_matrix(vectors, self.dim)
+        if len(ids) != len(vectors) or (labels is not None) != self._labels:
+            raise LattqeError(f"{len(vectors)} vectors came with {len(ids)} ids and "
+                              f"{'labels' if labels is not None else 'no labels'}")
+        if not len(vectors):
+            return
+        stored, good = self._prepare(vectors)
+        table = features_table(_id_column(ids, self.rows), stored, labels, extra)
+        if not good.all():
+            table = self._drop(table, vectors, good)
+        if table.num_rows:
+            self._ids.add(table.column("id"))
+            self.rows += table.num_rows
+            self._hold(table.cast(self._schema))
+
+    def _prepare(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self._normalise:
+            return normalised(vectors, self.dtype)
+        lengths = norms(vectors)
+        good = np.isfinite(lengths) & (lengths > 0)
+        off = np.flatnonzero(good & (np.abs(lengths - 1) > NORM_TOLERANCE[self.dtype]))
+        if len(off):
+            raise LattqeError(f"row {self.rows + off[0]} has norm {lengths[off[0]]:.6g}, not 1: let it be normalised")
+        with np.errstate(over="ignore"):
+            return vectors.astype(self.dtype), good
+
+    def _drop(self, table: pa.Table, vectors: np.ndarray, good: np.ndarray) -> pa.Table:
+        if not self._skip_bad:
+            row = int(np.flatnonzero(~good)[0])
+            what = "is all zeros" if np.isfinite(vectors[row]).all() else "holds NaN or infinity"
+            raise LattqeError(f"the vector of id {table.column('id')[row].as_py()!r} (row {self.rows + row}) {what}: "
+                              "mend the source, or leave such rows out with --skip-bad")
+        self.skipped += int((~good).sum())
+        return table.filter(pa.array(good))
+
+    def _hold(self, table: pa.Table) -> None:
+        """Keep rows until a part is full. Where parts are cut depends on the rows alone, not on how they came."""
+        needs = np.cumsum(_bytes_of_rows(table))
+        start = 0
+        while start < table.num_rows:
+            used = needs[start - 1] if start else 0
+            cut = int(np.searchsorted(needs, used + self._part_bytes - self._held_bytes)) + 1
+            stop = min(cut, table.num_rows)
+            self._held.append(table.slice(start, stop - start))
+            self._held_bytes += int(needs[stop - 1] - used)
+            if self._held_bytes >= self._part_bytes:
+                self._flush()
+            start = stop
+
+    def _flush(self) -> None:
+        table = pa.concat_tables(self._held)
+        self._held, self._held_bytes = [], 0
+        data = encode_part(table, self._schema)
+        part = Part(part_name(len(self._parts)), table.num_rows, data.size, checksum(data))
+        try:
+            self.place.create(part.name, data)
+            self._created.append(part.name)
+        except AlreadyExistsError:  # of a killed run, or of a twin at work: the same bytes, or it is refused
+            if self.place.size(part.name) != part.bytes or checksum(self.place.fetch(part.name)) != part.checksum:
+                raise AlreadyExistsError(f"{self.uri}/{part.name} holds other rows: another writer is at work there, "
+                                         "or one was stopped: choose another destination or delete it") from None
+        self._parts.append(part)
+
+    def close(self) -> FeatureSet:
+        """Write the rest and publish the set."""
+        if self.finished is not None:
+            return self.finished
+        if not self.rows:
+            raise LattqeError(f"nothing to store at {self.uri}: no rows came"
+                              + (f", {self.skipped} bad ones were skipped" if self.skipped else ""))
+        if self._held:
+            self._flush()
+        repeated = self._ids.duplicates(limit=3)
+        if repeated:
+            named = ", ".join(f"{self._id(rows[0])!r} (rows {', '.join(map(str, rows))})" for rows in repeated)
+            raise LattqeError(f"ids must be unique, but some are repeated: {named}")
+        sizes = self.place.sizes()
+        if any(sizes.get(part.name) != part.bytes for part in self._parts):
+            raise AlreadyExistsError(f"parts of {self.uri} were removed by another writer: run again")
+        manifest = Manifest("features", self.rows, tuple(self._parts), self._plan["fields"], self._plan["config"],
+                            self._plan["inputs"])
+        self.finished = FeatureSet(self.place, publish_manifest(self.place, manifest))
+        return self.finished
+
+    def _id(self, row: int) -> str:
+        """An id that is written already, read back to name it."""
+        for part in self._parts:
+            if row < part.rows:
+                batch = pa.ipc.open_file(pa.BufferReader(self.place.fetch(part.name))).get_batch(0)
+                return batch.column("id")[row].as_py()
+            row -= part.rows
+        raise LattqeError(f"row {row} was never written")
+
+    def abort(self) -> None:
+        """Give up: remove what this writer put there."""
+        for name in self._created:
+            self.place.delete(name)
+        self.place.delete(PLAN)
+        self.place.remove_if_empty()
+
+    def __enter__(self) -> "FeatureWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if kind is None:
+            try:
+                self.close()
+            except UnavailableError:
+                raise
+            except LattqeError:
+                self._abandon()
+                raise
+        elif not issubclass(kind, UnavailableError | KeyboardInterrupt):
+            self._abandon()
+
+    def _abandon(self) -> None:
+        if self.finished is None:
+            with suppress(LattqeError):  # the first error is the one to tell
+                self.abort()
+
+
+def _id_column(ids: Sequence[str], first_row: int) -> pa.Array:
+    """Ids as an Arrow column: texts, not empty, without line breaks (they are exported as lines)."""
+    try:
+        column = pa.array(ids, pa.string())
+    except (pa.ArrowException, UnicodeEncodeError, TypeError) as error:
+        raise LattqeError(f"ids must be texts (rows {first_row} on): {error}") from error
+    bad = pc.or_kleene(pc.equal(pc.binary_length(column), 0), pc.match_substring_regex(column, "[\r\n]"))
+    wrong = np.flatnonzero(pc.fill_null(bad, True).to_numpy(zero_copy_only=False))
+    if len(wrong):
+        raise LattqeError(f"the id of row {first_row + wrong[0]} is empty or holds a line break: "
+                          f"{column[int(wrong[0])].as_py()!r}")
+    return column
+
+
+def _bytes_of_rows(table: pa.Table) -> np.ndarray:
+    """Bytes that each row (n,) will need in a part."""
+    needs = np.zeros(table.num_rows, np.int64)
+    for column in table.columns:
+        kind = column.type
+        if pa.types.is_string(kind) or pa.types.is_binary(kind):
+            needs += 4 + pc.fill_null(pc.binary_length(column), 0).to_numpy()
+        elif pa.types.is_fixed_size_list(kind):
+            needs += kind.list_size * kind.value_type.bit_width // 8
+        else:
+            needs += getattr(kind, "bit_width", 64) // 8
+    return needs
