@@ -1,10 +1,12 @@
 """Shared fixtures: a real S3 server, and where the real data is."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from s3_server import S3Server
 
 # Before anything imports Ray: workers inherit these.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -48,3 +50,30 @@ def revisited_folder(data_folder: Path) -> Path:
 def real_gnd(request: pytest.FixtureRequest, revisited_folder: Path) -> Path:
     """Each of the published ground-truth files in turn."""
     return revisited_folder / request.param
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server for the whole run. Ask for it before Ray is started: workers inherit its settings."""
+    server = S3Server(tmp_path_factory.mktemp("s3")).start()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+    server.kill()
+
+
+@pytest.fixture
+def s3_uri(s3: S3Server) -> str:
+    """A prefix on the server that no other test uses."""
+    return s3.fresh_uri()
+
+
+@pytest.fixture
+def mortal_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server of one's own, to be killed and started again."""
+    server = S3Server(tmp_path / "mortal-s3").start()
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.kill()

@@ -121,7 +121,7 @@ class S3Place(Place):
         self._try("write", name, lambda: self._put(name, data))
 
     def _put(self, name: str, data: Bytes, **conditions: str) -> None:
-        clients().boto.put_object(**self._object(name), Body=memoryview(data), **conditions)
+        clients().boto.put_object(**self._object(name), Body=bytes(memoryview(data)), **conditions)
 
     def create(self, name: str, data: Bytes) -> None:
         """One PUT with If-None-Match; a lost answer to our own earlier attempt does not make us the loser."""

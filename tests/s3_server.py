@@ -1,0 +1,92 @@
+"""A real S3 server (SeaweedFS) on loopback for tests: start it, kill it, start it again on the same data."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+ACCESS_KEY, SECRET_KEY, BUCKET = "testak", "testsecretkey123", "test-bucket"
+GRPC_OFFSET = 10_000  # each of the server's ports takes a second one this far above
+
+
+class S3Server:
+    """One `weed mini` process. `environment` points boto3, pyarrow and child processes to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._ports = dict(zip(("master", "volume", "filer", "s3", "admin"), _free_ports(5)))
+        self.endpoint = f"http://127.0.0.1:{self._ports['s3']}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_DEFAULT_REGION": "us-east-1",
+                "AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": self.endpoint}
+
+    def start(self) -> "S3Server":
+        """Start the server and wait until it takes a PUT."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        ports = [f"-{name}.port={port}" for name, port in self._ports.items()]
+        with open(self.folder / "server.log", "ab") as log:
+            self._process = subprocess.Popen(
+                [_weed(), "mini", f"-dir={self.folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *ports,
+                 f"-bucket={BUCKET}", "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
+                 "-master.telemetry=false", "-s3.allowDeleteBucketNotEmpty=false", "-s3.autoCreateBucket=false"],
+                env={**os.environ, **self.environment}, stdout=log, stderr=log, cwd=self.folder)
+        client = self.client()
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                client.put_object(Bucket=BUCKET, Key="ready", Body=b"ready")
+                return self
+            except (BotoCoreError, ClientError):
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    self.kill()
+                    raise RuntimeError((self.folder / "server.log").read_text()[-2000:]) from None
+                time.sleep(0.1)
+
+    def kill(self) -> None:
+        """SIGKILL, as a crashed machine would; acknowledged data stays."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def client(self):
+        """A plain boto3 client for looking behind the scenes."""
+        return boto3.client("s3", endpoint_url=self.endpoint, aws_access_key_id=ACCESS_KEY,
+                            aws_secret_access_key=SECRET_KEY, region_name="us-east-1",
+                            config=Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=30))
+
+    def fresh_uri(self) -> str:
+        """A prefix nobody else uses."""
+        return f"s3://{BUCKET}/{secrets.token_hex(6)}"
+
+
+def _weed() -> str:
+    beside = Path(sys.executable).with_name("weed")
+    return str(beside) if beside.exists() else shutil.which("weed") or "weed"
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that are free now together with their gRPC twins; all below the range that clients draw from."""
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        while len(found) < count:
+            port = 20_000 + secrets.randbelow(12_000)
+            try:
+                for number in (port, port + GRPC_OFFSET):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", number))
+            except OSError:
+                continue
+            found.append(port)
+    return found
