@@ -1,0 +1,90 @@
+"""What exact means: the score of two vectors, the order of a list, and how far a float32 product may be from the truth.
+
+The score of two rows is `np.add.reduce(x * y)` in float64 over their stored values: numpy's pairwise sum is plain C
+over one contiguous row, so the result depends on the two vectors alone, never on the batch, the block, the number of
+threads or the kind of CPU. Everything that is kept is scored by this one function; float32 products only decide what
+is worth scoring, and their error bound decides how much slack that needs. Stored float32 scores are these float64
+scores rounded once, so graphs and ranks are the same bytes for any cut of the work.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+# float64 elements of one temporary: small enough for the second-level cache, large enough to hide Python.
+SCORING_CHUNK = 131_072
+
+
+def exact_scores(xq: np.ndarray, xb: np.ndarray, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    """Score the pairs (xq[i[p]], xb[j[p]]) for p in 0..n: (n,) float64. Uses torch's number of threads."""
+    scores = np.empty(len(i), dtype=np.float64)
+    step = max(SCORING_CHUNK // max(xq.shape[1], 1), 1)
+
+    def score(start: int, stop: int) -> None:
+        product = np.empty((min(step, stop - start), xq.shape[1]), dtype=np.float64)
+        for lo in range(start, stop, step):
+            hi = min(lo + step, stop)
+            rows = product[: hi - lo]
+            rows[:] = xb[j[lo:hi]]
+            rows *= xq[i[lo:hi]]
+            np.add.reduce(rows, axis=1, out=scores[lo:hi])
+
+    threads = torch.get_num_threads()
+    if threads == 1 or len(i) < 4 * step:
+        score(0, len(i))
+        return scores
+    cuts = np.linspace(0, len(i), threads + 1).astype(int)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(score, cuts[:-1], cuts[1:]))
+    return scores
+
+
+def float32_error(dim: int, norms_q: np.ndarray, norms_b: np.ndarray | float) -> np.ndarray:
+    """How far a float32 dot product may be from the exact one: γ_D ‖x‖‖y‖, for any order of summation.
+
+    The bound is the rigorous one (D u / (1 - D u), u = 2^-24), because rounding errors of constant or quantised
+    vectors all point the same way and a statistical bound fails there. The last term covers underflow.
+    """
+    gamma = dim * 2.0**-24 / (1 - dim * 2.0**-24)
+    return gamma * np.asarray(norms_q, dtype=np.float64) * norms_b + dim * 2.0**-149
+
+
+def just_below(values: np.ndarray) -> np.ndarray:
+    """Round float64 down to a float32 strictly below it, so that `>` keeps everything that might be equal."""
+    return np.nextafter(values.astype(np.float32), np.float32(-np.inf))
+
+
+def norms(x: np.ndarray, chunk: int = 4096) -> np.ndarray:
+    """Upper bounds of the row norms of x (n, D), (n,) float64."""
+    result = np.empty(len(x), dtype=np.float64)
+    for start in range(0, len(x), chunk):
+        rows = x[start : start + chunk].astype(np.float32, copy=False)
+        result[start : start + chunk] = np.sqrt(np.einsum("ij,ij->i", rows, rows))
+    return result * (1 + 1e-3)  # the float32 sum above may itself be low by D u < 1e-3
+
+
+def best_of(scores: np.ndarray, ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Order each list and keep k: (n, m) float64 and (n, m) int32 -> (n, k) and (n, k).
+
+    Score descending, then row ascending; a missing entry is row -1 with score -inf.
+    """
+    m = scores.shape[1]
+    if m < k:
+        scores = np.pad(scores, ((0, 0), (0, k - m)), constant_values=-np.inf)
+        ids = np.pad(ids, ((0, 0), (0, k - m)), constant_values=-1)
+    order = np.lexsort((ids, -scores), axis=-1)[:, :k]
+    return np.take_along_axis(scores, order, axis=1), np.take_along_axis(ids, order, axis=1)
+
+
+def merge(lists: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Merge exact lists of the same queries over different rows: [((n, m) float64, (n, m) int32)] -> one of k."""
+    scores = np.concatenate([part[0] for part in lists], axis=1)
+    ids = np.concatenate([part[1] for part in lists], axis=1)
+    return best_of(scores, ids, k)
+
+
+def published(scores: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Turn inner lists (float64, -inf where missing) into what is stored: D float32 (0 where missing), I int32."""
+    return np.where(ids < 0, 0.0, scores).astype(np.float32), ids.astype(np.int32, copy=False)

@@ -1,0 +1,139 @@
+"""The kNN graph of a set with itself: each pair of blocks is multiplied once and feeds both sides' running top-k."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lattqe.errors import LattqeError
+from lattqe.search.blocks import Block, check_vectors
+from lattqe.search.clock import Clock
+from lattqe.search.exact import merge, published
+from lattqe.search.products import Products, products_on
+from lattqe.search.running import RunningTopK
+from lattqe.search.topk import tiles
+
+WIDE_BYTES = 256 << 20  # of one block's float32 copy
+CANDIDATE_BYTES = 128 << 20  # of one block's running top-k
+
+
+@dataclass
+class Lists:
+    """The exact k best so far of the rows of one block: scores (n, k) float64 (-inf missing), ids (n, k) int32."""
+
+    scores: np.ndarray
+    ids: np.ndarray
+
+    @classmethod
+    def empty(cls, rows: int, k: int) -> "Lists":
+        """Lists that have seen nothing."""
+        return cls(np.full((rows, k), -np.inf), np.full((rows, k), -1, dtype=np.int32))
+
+    @property
+    def floor(self) -> np.ndarray:
+        """The score that a newcomer must reach, (n,) float64."""
+        return self.scores[:, -1]
+
+    def add(self, scores: np.ndarray, ids: np.ndarray, first_row: int) -> "Lists":
+        """Merge exact lists whose row numbers count from `first_row`."""
+        ids = np.where(ids < 0, -1, ids + np.int32(first_row)).astype(np.int32)
+        return Lists(*merge([(self.scores, self.ids), (scores, ids)], self.ids.shape[1]))
+
+
+def knn_graph(xb: np.ndarray, k: int, *, device: torch.device | None = None, block_rows: int | None = None,
+              clock: Clock | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Find the exact k best other rows of each row of xb (nb, D): I (nb, k) int32, D (nb, k) float32.
+
+    Ordered by float64 dot product, then row; a row is never its own neighbor, its duplicates may be. Fewer than k
+    other rows: -1 and 0. Memory: 12 k bytes for each row, plus at most two blocks (float16 rows are widened block by
+    block) and their candidates: less than 1 GiB. The result does not depend on `block_rows`.
+    """
+    xb = check_vectors(xb)
+    if k < 1:
+        raise LattqeError(f"k must be at least 1, got {k}")
+    products, clock = products_on(device), clock or Clock()
+    size = block_rows or rows_per_block(xb.shape[1], k, copied=device is not None or xb.dtype != np.float32)
+    cuts = list(tiles(len(xb), size))
+    lists = [Lists.empty(stop - start, k) for start, stop in cuts]
+    for a, (start, stop) in enumerate(cuts):
+        with clock("loading"):
+            rows = Block.load(xb[start:stop], products, k, widen=True)
+        lists[a] = compare_within(rows, lists[a], start, products, clock)
+        for b in range(a + 1, len(cuts)):
+            with clock("loading"):
+                visitors = Block.load(xb[slice(*cuts[b])], products, k, widen=True)
+            lists[a], lists[b] = compare_between(rows, visitors, lists[a], lists[b], start, cuts[b][0], products, clock)
+    if not lists:
+        return np.empty((0, k), dtype=np.int32), np.empty((0, k), dtype=np.float32)
+    scores, ids = (np.concatenate([getattr(part, name) for part in lists]) for name in ("scores", "ids"))
+    scores, ids = published(scores, ids)
+    return ids, scores
+
+
+def rows_per_block(dim: int, k: int, copied: bool = True) -> int:
+    """How many rows fit the memory of one block; rows that are not copied count for their candidates only."""
+    rows = CANDIDATE_BYTES // (max(4 * k, 64) * 8)
+    return max(min(rows, WIDE_BYTES // (4 * max(dim, 1))) if copied else rows, 1)
+
+
+def compare_within(rows: Block, lists: Lists, first_row: int, products: Products, clock: Clock) -> Lists:
+    """Compare a block with itself: diagonal tiles first, so that every row has a threshold, then one triangle."""
+    running = RunningTopK(rows, rows, lists.ids.shape[1], _known(lists))
+    cuts = list(tiles(len(rows), products.tile))
+    for cut in cuts:
+        _feed(rows, rows, cut, cut, running, None, products, clock)
+    for a, cut in enumerate(cuts):
+        for visiting in cuts[a + 1 :]:
+            _feed(rows, rows, cut, visiting, running, running, products, clock)
+    return _finish(running, lists, first_row, clock)
+
+
+def compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: Lists, first_row: int,
+                    first_visitor: int, products: Products, clock: Clock) -> tuple[Lists, Lists]:
+    """Compare two different blocks, which start at the given row numbers; return both sides' lists."""
+    k = lists.ids.shape[1]
+    running = RunningTopK(rows, visitors, k, _known(lists))
+    returning = RunningTopK(visitors, rows, k, _known(visitor_lists))
+    for cut in tiles(len(rows), products.tile):
+        for visiting in tiles(len(visitors), products.tile):
+            _feed(rows, visitors, cut, visiting, running, returning, products, clock)
+    return (_finish(running, lists, first_visitor, clock), _finish(returning, visitor_lists, first_row, clock))
+
+
+def _feed(rows: Block, visitors: Block, cut: tuple[int, int], visiting: tuple[int, int], running: RunningTopK,
+          returning: RunningTopK | None, products: Products, clock: Clock) -> None:
+    """Multiply one tile; offer its entries to the rows and, where there is a `returning`, to the visitors."""
+    (lo, hi), (first, last) = cut, visiting
+    with clock("products"):
+        tile = products.multiply(rows.held[lo:hi], visitors.held[first:last])
+    with clock("selection"):
+        if returning is None:  # a diagonal tile: symmetric, and a row must not find itself
+            products.blank(tile, np.arange(hi - lo), np.arange(hi - lo))
+        _lift(running, lo, hi, tile, last - first, products, columns=False)
+        if returning is not None:
+            _lift(returning, first, last, tile, hi - lo, products, columns=True)
+        i, j, scores = products.passing(tile, running.threshold[lo:hi],
+                                        None if returning is None else returning.threshold[first:last])
+        running.offer(i + lo, j + first, scores)
+        if returning is not None:
+            order = np.argsort(j, kind="stable")
+            returning.offer(j[order] + first, i[order] + lo, scores[order])
+
+
+def _lift(running: RunningTopK, lo: int, hi: int, tile: object, entries: int, products: Products,
+          columns: bool) -> None:
+    """Give rows without a threshold one, from the k-th best of this tile."""
+    if entries > running.k and np.isneginf(running.threshold[lo:hi]).any():
+        running.lift(lo, products.kth(tile, running.k, columns=columns))
+
+
+def _known(lists: Lists) -> np.ndarray | None:
+    """The lists' floor, or None where nothing is known yet."""
+    return None if np.isneginf(lists.floor).all() else lists.floor
+
+
+def _finish(running: RunningTopK, lists: Lists, first_row: int, clock: Clock) -> Lists:
+    with clock("scoring"):
+        scores, ids = running.finish()
+    with clock("merging"):
+        return lists.add(scores, ids, first_row)

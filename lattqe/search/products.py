@@ -1,0 +1,150 @@
+"""Float32 products of two blocks of rows, and which of their entries are worth keeping: numpy on CPU, torch on GPU.
+
+Both classes have the same methods; what `multiply` returns is opaque to the caller, so that a tile never leaves
+its device: only the few entries above a threshold do. numpy's OpenBLAS measured 10-25 % faster than torch's MKL on
+AMD, and its A @ A.T does half the work; comparing against a threshold is an order of magnitude cheaper than a top-k.
+"""
+
+import warnings
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+Passing = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class Products(Protocol):
+    """Where tiles are multiplied."""
+
+    tile: int
+
+    def hold(self, x: np.ndarray) -> Any:
+        """Bring rows (n, D) to the device in their stored width."""
+
+    def widen(self, rows: Any) -> Any:
+        """Turn held rows into float32; float32 rows are not copied."""
+
+    def multiply(self, a: Any, b: Any) -> Any:
+        """All dot products of widened rows (na, D) and (nb, D): an (na, nb) float32 tile, valid until the next call."""
+
+    def blank(self, tile: Any, i: np.ndarray, j: np.ndarray) -> None:
+        """Set the entries (i, j) to -inf."""
+
+    def kth(self, tile: Any, k: int, columns: bool = False) -> np.ndarray:
+        """The k-th largest entry of each row (or column), float32."""
+
+    def passing(self, tile: Any, rows: np.ndarray, columns: np.ndarray | None = None) -> Passing:
+        """Entries above their row's threshold (na,) or their column's (nb,): i, j ordered by (i, j), and scores."""
+
+
+class NumpyProducts:
+    """CPU: OpenBLAS into one reused buffer, then comparisons that run at the speed of the cache."""
+
+    def __init__(self, tile: int = 2048) -> None:
+        self.tile = tile
+        self._buffer = np.empty(0, dtype=np.float32)
+        self._masks = [np.empty(0, dtype=bool), np.empty(0, dtype=bool)]
+
+    def hold(self, x: np.ndarray) -> np.ndarray:
+        """See Products; memory-mapped rows stay memory-mapped."""
+        return x
+
+    def widen(self, rows: np.ndarray) -> np.ndarray:
+        """See Products; torch converts with vector instructions and all threads, numpy does not."""
+        return rows if rows.dtype == np.float32 else as_tensor(rows).float().numpy()
+
+    def multiply(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """See Products."""
+        size = len(a) * len(b)
+        if self._buffer.size < size:
+            self._buffer = np.empty(size, dtype=np.float32)
+            padded = -(-size // 8) * 8  # `passing` reads eight entries at a time
+            self._masks = [np.zeros(padded, dtype=bool), np.zeros(padded, dtype=bool)]
+        return np.matmul(a, b.T, out=self._buffer[:size].reshape(len(a), len(b)))
+
+    def blank(self, tile: np.ndarray, i: np.ndarray, j: np.ndarray) -> None:
+        """See Products."""
+        tile[i, j] = -np.inf
+
+    def kth(self, tile: np.ndarray, k: int, columns: bool = False) -> np.ndarray:
+        """See Products."""
+        lines = np.ascontiguousarray(tile.T) if columns else tile
+        place = lines.shape[1] - k
+        return np.partition(lines, place, axis=1)[:, place]
+
+    def passing(self, tile: np.ndarray, rows: np.ndarray, columns: np.ndarray | None = None) -> Passing:
+        """See Products."""
+        size = tile.size
+        padded = -(-size // 8) * 8
+        flat = self._masks[0][:padded]
+        flat[size:] = False
+        mask = flat[:size].reshape(tile.shape)
+        np.greater(tile, rows[:, None], out=mask)
+        if columns is not None:
+            other = self._masks[1][:size].reshape(tile.shape)
+            mask |= np.greater(tile, columns, out=other)
+        words = np.flatnonzero(flat.view(np.uint64))
+        places = (words[:, None] * 8 + np.arange(8)).ravel()
+        places = places[flat[places]]
+        i, j = np.divmod(places, tile.shape[1])
+        return i, j, tile.ravel()[places]
+
+
+class TorchProducts:
+    """GPU (or any torch device): products, thresholds and comparisons stay there, the few kept entries come back."""
+
+    def __init__(self, device: torch.device, tile: int = 8192) -> None:
+        self.device = device
+        self.tile = tile
+        self._buffer = torch.empty(0, device=device)
+
+    def hold(self, x: np.ndarray) -> torch.Tensor:
+        """See Products."""
+        return as_tensor(x).to(self.device)
+
+    def widen(self, rows: torch.Tensor) -> torch.Tensor:
+        """See Products."""
+        return rows.float()
+
+    def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """See Products; true float32, because the error bound is that of float32 and not of TF32."""
+        size = len(a) * len(b)
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, device=self.device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        return torch.mm(a, b.T, out=self._buffer[:size].view(len(a), len(b)))
+
+    def blank(self, tile: torch.Tensor, i: np.ndarray, j: np.ndarray) -> None:
+        """See Products."""
+        tile[self._bring(i), self._bring(j)] = -torch.inf
+
+    def kth(self, tile: torch.Tensor, k: int, columns: bool = False) -> np.ndarray:
+        """See Products."""
+        lines = tile.T.contiguous() if columns else tile
+        return torch.topk(lines, k, dim=1, sorted=False).values.amin(dim=1).cpu().numpy()
+
+    def passing(self, tile: torch.Tensor, rows: np.ndarray, columns: np.ndarray | None = None) -> Passing:
+        """See Products."""
+        mask = tile > self._bring(rows)[:, None]
+        if columns is not None:
+            mask |= tile > self._bring(columns)
+        i, j = mask.nonzero(as_tuple=True)
+        return i.cpu().numpy(), j.cpu().numpy(), tile[i, j].cpu().numpy()
+
+    def _bring(self, values: np.ndarray) -> torch.Tensor:
+        return as_tensor(values).to(self.device)
+
+
+def as_tensor(x: np.ndarray) -> torch.Tensor:
+    """View an array as a tensor that is only read: Arrow's and Ray's arrays are read-only, which torch warns about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(np.ascontiguousarray(x))
+
+
+def products_on(device: torch.device | None = None) -> Products:
+    """Pick the implementation for a device; None is the CPU."""
+    if device is None or device.type == "cpu":
+        return NumpyProducts()
+    return TorchProducts(device)

@@ -1,0 +1,120 @@
+"""A running top-k for many rows at once, fed with float32 scores of known error, finished exactly.
+
+Each row has a threshold: what lies below it cannot be among its k best, whatever the rounding. Entries above it are
+appended to a small buffer; a full buffer is cut back to the entries that could still be among the k best. Where ties
+or near ties leave too many of those, the row is scored exactly on the spot, so nothing is ever dropped on a guess.
+"""
+
+import numpy as np
+
+from lattqe.search.blocks import Block
+from lattqe.search.exact import best_of, exact_scores, float32_error, just_below
+
+FINISH_ROWS = 4096
+
+
+class RunningTopK:
+    """The k best rows of `others` for each of `rows`, as far as they were offered.
+
+    Memory: max(4 k, 64) × 8 bytes for each row. `floor` (n,) float64: scores of which k as good are known elsewhere.
+    """
+
+    def __init__(self, rows: Block, others: Block, k: int, floor: np.ndarray | None = None) -> None:
+        self.k = k
+        self.rows, self.others = rows, others
+        self.error = float32_error(rows.dim, rows.norms, others.norms.max(initial=0.0))
+        self.threshold = np.full(len(rows), -np.inf, dtype=np.float32)
+        if floor is not None:
+            self.threshold = just_below(floor - self.error)
+        capacity = max(4 * k, 64)
+        self._scores = np.full((len(rows), capacity), -np.inf, dtype=np.float32)
+        self._ids = np.empty((len(rows), capacity), dtype=np.int32)
+        self._fill = np.zeros(len(rows), dtype=np.int32)
+
+    def lift(self, start: int, kth: np.ndarray) -> None:
+        """Raise thresholds of the rows from `start`: each has k offered scores not below kth (m,) float32."""
+        stop = start + len(kth)
+        possible = just_below(kth.astype(np.float64) - 2 * self.error[start:stop])
+        np.maximum(self.threshold[start:stop], possible, out=self.threshold[start:stop])
+
+    def offer(self, i: np.ndarray, j: np.ndarray, scores: np.ndarray) -> None:
+        """Take candidates: rows i (m,) ascending, other rows j (m,), float32 scores (m,)."""
+        keep = scores > self.threshold[i]
+        if self.others.surplus is not None:
+            keep &= ~self.others.surplus[j]
+        capacity = self._scores.shape[1]
+        while keep.any():
+            i, j, scores = i[keep], j[keep], scores[keep]
+            touched, rank, counts = _runs(i)
+            slot = self._fill[i] + rank
+            fits = slot < capacity
+            self._scores[i[fits], slot[fits]] = scores[fits]
+            self._ids[i[fits], slot[fits]] = j[fits]
+            self._fill[touched] = np.minimum(self._fill[touched] + counts, capacity)
+            if fits.all():
+                return
+            self._compact(touched[self._fill[touched] == capacity])
+            keep = ~fits & (scores > self.threshold[i])
+
+    def finish(self) -> tuple[np.ndarray, np.ndarray]:
+        """Score everything kept and order it: ((n, k) float64, (n, k) int32 rows of `others`), -inf and -1 missing."""
+        n, k = len(self.rows), self.k
+        scores, ids = np.empty((n, k), dtype=np.float64), np.empty((n, k), dtype=np.int32)
+        for start in range(0, n, FINISH_ROWS):
+            rows = np.arange(start, min(start + FINISH_ROWS, n))
+            self._compact(rows[self._fill[rows] > k])
+            part = slice(start, start + len(rows))
+            scores[part], ids[part] = best_of(*self._exact(rows), k)
+        return scores, ids
+
+    def _compact(self, rows: np.ndarray) -> None:
+        """Drop from the buffers of `rows` what can no longer be among their k best."""
+        if not rows.size:
+            return
+        scores, ids = self._scores[rows], self._ids[rows]
+        place = scores.shape[1] - self.k
+        kth = np.partition(scores, place, axis=1)[:, place].astype(np.float64)
+        threshold = np.maximum(self.threshold[rows], just_below(kth - 2 * self.error[rows]))
+        keep = scores > threshold[:, None]
+        crowded = np.flatnonzero(keep.sum(axis=1) > max(scores.shape[1] // 2, self.k))
+        if crowded.size:
+            keep[crowded], exact_kth = self._exactly_best(rows[crowded])
+            threshold[crowded] = np.maximum(threshold[crowded], just_below(exact_kth - self.error[rows[crowded]]))
+        r, c = np.nonzero(keep)
+        touched, slot, counts = _runs(r)
+        fresh = np.full_like(scores, -np.inf)
+        fresh[r, slot] = scores[r, c]
+        self._scores[rows] = fresh
+        self._ids[rows[r], slot] = ids[r, c]
+        self._fill[rows] = 0
+        self._fill[rows[touched]] = counts
+        self.threshold[rows] = threshold
+
+    def _exact(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Exact scores of the buffers of `rows`: (m, w) float64 and (m, w) int32, w the longest fill."""
+        fill = self._fill[rows]
+        width = max(int(fill.max(initial=0)), 1)
+        used = np.arange(width) < fill[:, None]
+        ids = np.where(used, self._ids[rows, :width], -1)
+        r, _ = np.nonzero(used)
+        scores = np.full(used.shape, -np.inf)
+        scores[used] = exact_scores(self.rows.stored, self.others.stored, rows[r], ids[used])
+        return scores, ids
+
+    def _exactly_best(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mark the k exactly best entries in full buffers: (m, capacity) bool, and the k-th scores (m,) float64."""
+        scores, ids = self._exact(rows)
+        order = np.lexsort((ids, -scores), axis=-1)[:, : self.k]
+        mask = np.zeros((len(rows), self._scores.shape[1]), dtype=bool)
+        np.put_along_axis(mask, order, True, axis=1)
+        return mask, np.take_along_axis(scores, order[:, -1:], axis=1)[:, 0]
+
+
+def _runs(i: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For ascending i (m,): its distinct values, each entry's place within its run (m,), and the runs' lengths."""
+    begins = np.empty(len(i), dtype=bool)
+    begins[:1] = True
+    np.not_equal(i[1:], i[:-1], out=begins[1:])
+    starts = np.flatnonzero(begins)
+    counts = np.diff(starts, append=len(i))
+    return i[starts], np.arange(len(i)) - np.repeat(starts, counts), counts

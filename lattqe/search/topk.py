@@ -1,0 +1,138 @@
+"""Exact search of one set of rows in another, on one device: the k best, the k lowest, scores and exact ranks."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from lattqe.errors import LattqeError
+from lattqe.search.blocks import Block, check_vectors
+from lattqe.search.exact import exact_scores, norms, published
+from lattqe.search.products import Products, products_on
+from lattqe.search.running import RunningTopK
+
+QUERY_BLOCK = 4096
+BUFFER_BYTES = 128 << 20  # of candidates, for one block of queries
+TILE_ENTRIES = 4 << 20  # of one product: with its masks it stays near the last-level cache
+COUNT_QUERIES, COUNT_ENTRIES = 1024, 2 << 20
+
+
+def topk(xq: np.ndarray, xb: np.ndarray, k: int, *, largest: bool = True, exclude: np.ndarray | None = None,
+         first_row: int = 0, device: torch.device | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Find the k best rows of xb (nb, D) for each row of xq (nq, D): D (nq, k) float32, I (nq, k) int32.
+
+    Exact: ordered by the float64 dot product, then by row, ascending; `largest=False` gives the k lowest, ascending.
+    `exclude` (nq,) int names one row of xb that each query must not find (-1: none). Row numbers in the answer, and in
+    `exclude`, start at `first_row`. Fewer than k rows: row -1, score 0.
+    """
+    products = products_on(device)
+    database = Block.load(xb, products)
+    # The lowest scores are the highest of the opposite query: negation is exact.
+    sign = 1 if largest else -1
+    scores, ids = best_rows(sign * np.asarray(xq), database, k, products, exclude=exclude, first_row=first_row)
+    return published(sign * scores, ids)
+
+
+def best_rows(xq: np.ndarray, database: Block, k: int, products: Products, *,
+              exclude: np.ndarray | None = None, first_row: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Find the k best, in the form that can be merged: (nq, k) float64 (-inf missing), (nq, k) int32 (-1 missing)."""
+    xq = check_queries(xq, database.dim)
+    if k < 1:
+        raise LattqeError(f"k must be at least 1, got {k}")
+    database = database.without(k)
+    scores, ids = np.full((len(xq), k), -np.inf), np.full((len(xq), k), -1, dtype=np.int32)
+    step = int(np.clip(BUFFER_BYTES // (max(4 * k, 64) * 8), 1, QUERY_BLOCK))
+    for start in range(0, len(xq) if len(database) else 0, step):
+        part = slice(start, min(start + step, len(xq)))
+        queries = Block.load(xq[part], products, widen=True)
+        hidden = None if exclude is None else np.asarray(exclude[part]) - first_row
+        scores[part], ids[part] = _search_block(queries, database, k, products, hidden)
+    ids[ids >= 0] += first_row
+    return scores, ids
+
+
+def _search_block(queries: Block, database: Block, k: int, products: Products,
+                  hidden: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Search one block of queries over all tiles of the database."""
+    running = RunningTopK(queries, database, k)
+    for lo, hi in tiles(len(database), max(TILE_ENTRIES // len(queries), products.tile)):
+        tile = products.multiply(queries.held, products.widen(database.held[lo:hi]))
+        if hidden is not None:
+            inside = np.flatnonzero((hidden >= lo) & (hidden < hi))
+            products.blank(tile, inside, hidden[inside] - lo)
+        if lo == 0 and hi > k:
+            running.lift(0, products.kth(tile, k))
+        i, j, scores = products.passing(tile, running.threshold)
+        running.offer(i, j + lo, scores)
+    return running.finish()
+
+
+def pair_scores(xq: np.ndarray, xb: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Exact scores of chosen rows: xq (nq, D), rows (nq, m) of xb, -1 padding -> (nq, m) float64, 0 at padding."""
+    xq, rows = check_queries(xq, xb.shape[1]), np.asarray(rows)
+    if rows.size and rows.max() >= len(xb):
+        raise LattqeError(f"row {int(rows.max())} asked for, but the database has {len(xb)} rows")
+    i, m = np.nonzero(rows >= 0)
+    scores = np.zeros(rows.shape)
+    scores[i, m] = exact_scores(xq, xb, i, rows[i, m])
+    return scores
+
+
+def count_above(xq: np.ndarray, xb: np.ndarray, scores: np.ndarray, rows: np.ndarray, *,
+                first_row: int = 0) -> np.ndarray:
+    """Count the rows of xb (nb, D) that stand before given (score, row) pairs in the exact order of each query.
+
+    xq (nq, D), scores (nq, m) float64 as `pair_scores` gives them, rows (nq, m) (-1: padding, counted as 0) ->
+    (nq, m) int64. The rows need not be of xb: counts over several shards add up to the rank in all of them; row
+    numbers of xb start at `first_row`. The products are float64 because labelled items often lie in the bulk of the
+    scores, where a float32 error bound covers thousands of rows; memory: a few tiles of 16 MiB.
+    """
+    xb, xq = check_vectors(xb), check_queries(xq, xb.shape[1])
+    scores, rows = np.asarray(scores, dtype=np.float64), np.asarray(rows)
+    counts = np.zeros(rows.shape, dtype=np.int64)
+    error = 2.0**-52 * xb.shape[1] * norms(xq) * norms(xb).max(initial=0.0) + 1e-300
+    for first, last in tiles(len(xq), COUNT_QUERIES):
+        xq64 = xq[first:last].astype(np.float64)
+        for lo, hi in tiles(len(xb), max(COUNT_ENTRIES // max(xb.shape[1], 1), 1)):
+            products = xq64 @ xb[lo:hi].astype(np.float64).T
+            part = slice(first, last)
+            close = _count_clear(products, scores[part], rows[part], error[part], counts[part])
+            q, m, near = close
+            exact = exact_scores(xq[part], xb[lo:hi], q, near)
+            wanted, row = scores[part][q, m], rows[part][q, m]
+            before = (exact > wanted) | ((exact == wanted) & (near + lo + first_row < row))
+            np.add.at(counts[part], (q[before], m[before]), 1)
+    return counts
+
+
+def _count_clear(products: np.ndarray, scores: np.ndarray, rows: np.ndarray, error: np.ndarray,
+                 counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Count in place what is above each score beyond doubt; return (query, m, column) of what is too close to tell."""
+    doubtful: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    ordered = np.sort(products, axis=1)
+    for q in range(len(products)):
+        real = np.flatnonzero(rows[q] >= 0)
+        high = np.searchsorted(ordered[q], scores[q, real] + error[q], side="right")
+        low = np.searchsorted(ordered[q], scores[q, real] - error[q], side="left")
+        counts[q, real] += products.shape[1] - high
+        for m in real[high > low]:
+            near = np.flatnonzero(np.abs(products[q] - scores[q, m]) <= error[q])
+            doubtful.append((np.full(len(near), q), np.full(len(near), m), near))
+    if not doubtful:
+        return (np.empty(0, dtype=np.int64),) * 3
+    q_all, m_all, near_all = (np.concatenate(column) for column in zip(*doubtful))
+    return q_all, m_all, near_all
+
+
+def check_queries(xq: np.ndarray, dim: int) -> np.ndarray:
+    """Return queries (nq, D) ready for use, or say why they do not fit a database of `dim` dimensions."""
+    xq = check_vectors(xq)
+    if xq.shape[1] != dim:
+        raise LattqeError(f"queries have {xq.shape[1]} dimensions and the database {dim}: use one extractor for both")
+    return xq
+
+
+def tiles(n: int, size: int) -> Iterator[tuple[int, int]]:
+    """Cut 0..n into (start, stop) of at most `size`."""
+    for start in range(0, n, size):
+        yield start, min(start + size, n)

@@ -1,0 +1,200 @@
+"""Search and graph against a slow twin that scores every pair in float64 and sorts."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lattqe.errors import LattqeError
+from lattqe.search import FlatIndex, count_above, knn_graph, merge, score, topk
+from lattqe.search import graph as graph_module
+from lattqe.search.products import NumpyProducts, TorchProducts
+
+
+def slow_scores(xq, xb):
+    return np.stack([(xb.astype(np.float64) * q.astype(np.float64)).sum(axis=1) for q in xq]).reshape(len(xq), len(xb))
+
+
+def slow_topk(xq, xb, k, largest=True, exclude=None, first_row=0):
+    """Score every pair, sort by (score, row): the definition."""
+    all_scores = slow_scores(xq, xb)
+    ids = np.full((len(xq), k), -1)
+    scores = np.zeros((len(xq), k), dtype=np.float32)
+    for q, line in enumerate(all_scores):
+        order = np.lexsort((np.arange(len(xb)), -line if largest else line))
+        if exclude is not None:
+            order = order[order != exclude[q] - first_row]
+        order = order[:k]
+        ids[q, : len(order)], scores[q, : len(order)] = order + first_row, line[order]
+    return scores, ids
+
+
+def slow_graph(xb, k):
+    scores, ids = slow_topk(xb, xb, k, exclude=np.arange(len(xb)))
+    return ids, scores
+
+
+def unit(rng, n, dim, dtype=np.float32):
+    x = rng.standard_normal((n, dim))
+    return (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(dtype)
+
+
+def data(kind, rng, n, dim, dtype):
+    if kind == "random":
+        return unit(rng, n, dim, dtype)
+    if kind == "equal":
+        return np.tile(unit(rng, 1, dim, dtype), (n, 1))
+    if kind == "duplicates":  # a few vectors, each many times, shuffled
+        return unit(rng, 7, dim, dtype)[rng.integers(0, 7, n)]
+    if kind == "near":  # differences at the edge of float32
+        return (np.tile(unit(rng, 1, dim), (n, 1)) + 1e-6 * rng.standard_normal((n, dim))).astype(dtype)
+    if kind == "lattice":  # distinct vectors with many equal scores
+        return rng.integers(-1, 2, (n, dim)).astype(dtype)
+    if kind == "one-hot":
+        return np.eye(dim, dtype=dtype)[np.arange(n) % dim]
+    raise AssertionError(kind)
+
+
+KINDS = ("random", "equal", "duplicates", "near", "lattice", "one-hot")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_topk_is_the_definition(kind, dtype):
+    rng = np.random.default_rng(1)
+    xb, xq = data(kind, rng, 700, 24, dtype), data(kind, rng, 30, 24, dtype)
+    for largest in (True, False):
+        scores, ids = topk(xq, xb, 13, largest=largest, first_row=5)
+        expected_scores, expected_ids = slow_topk(xq, xb, 13, largest=largest, first_row=5)
+        np.testing.assert_array_equal(ids, expected_ids)
+        np.testing.assert_array_equal(scores, expected_scores)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("block_rows", [None, 97])
+def test_graph_is_the_definition(kind, dtype, block_rows):
+    xb = data(kind, np.random.default_rng(2), 500, 40, dtype)
+    ids, scores = knn_graph(xb, 9, block_rows=block_rows)
+    expected_ids, expected_scores = slow_graph(xb, 9)
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_array_equal(scores, expected_scores)
+    assert ids.dtype == np.int32
+    assert scores.dtype == np.float32
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_shape(draw):
+    dim = draw.draw(st.sampled_from([1, 2, 3, 17, 130, 4096]))
+    n = draw.draw(st.integers(1, 60))
+    k = draw.draw(st.integers(1, 70))
+    kind = draw.draw(st.sampled_from(KINDS))
+    dtype = draw.draw(st.sampled_from([np.float16, np.float32]))
+    rng = np.random.default_rng(draw.draw(st.integers(0, 1000)))
+    xb = data(kind, rng, n, dim, dtype)
+    ids, scores = knn_graph(xb, k, block_rows=draw.draw(st.integers(1, 60)))
+    expected_ids, expected_scores = slow_graph(xb, k)
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_array_equal(scores, expected_scores)
+    xq = data(kind, rng, 3, dim, dtype)
+    exclude = rng.integers(-1, n, 3)
+    np.testing.assert_array_equal(topk(xq, xb, k, exclude=exclude)[1], slow_topk(xq, xb, k, exclude=exclude)[1])
+
+
+def test_small_tiles_and_buffers_change_nothing(monkeypatch):
+    """Every border of tile, block and buffer is crossed many times."""
+    rng = np.random.default_rng(3)
+    xb = np.concatenate([unit(rng, 300, 16), data("duplicates", rng, 300, 16, np.float32)])[rng.permutation(600)]
+    expected = slow_graph(xb, 5)
+    monkeypatch.setattr(graph_module, "products_on", lambda device: NumpyProducts(tile=37))
+    np.testing.assert_array_equal(knn_graph(xb, 5, block_rows=150)[0], expected[0])
+
+
+@pytest.mark.parametrize("kind", ["random", "duplicates", "near"])
+def test_the_gpu_path_gives_the_same_bytes(kind, monkeypatch):
+    """The torch implementation that serves GPUs, on torch's CPU device."""
+    xb = data(kind, np.random.default_rng(4), 400, 33, np.float16)
+    expected = knn_graph(xb, 7)
+    monkeypatch.setattr(graph_module, "products_on", lambda device: TorchProducts(torch.device("cpu"), tile=128))
+    ids, scores = knn_graph(xb, 7, block_rows=190)
+    np.testing.assert_array_equal(ids, expected[0])
+    np.testing.assert_array_equal(scores, expected[1])
+
+
+def test_all_equal_rows_in_their_thousands_are_quick():
+    xb = np.tile(unit(np.random.default_rng(5), 1, 64, np.float16), (5000, 1))
+    ids, _ = knn_graph(xb, 20)
+    expected = np.array([np.delete(np.arange(21), row)[:20] if row < 21 else np.arange(20) for row in range(5000)])
+    np.testing.assert_array_equal(ids, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_count_above_is_the_rank(kind):
+    rng = np.random.default_rng(6)
+    xb, xq = data(kind, rng, 300, 20, np.float32), data(kind, rng, 12, 20, np.float32)
+    rows = rng.integers(-1, 300, (12, 9))
+    scores = score(xq, xb, rows)
+    _, order = slow_topk(xq, xb, 300)
+    expected = np.array([[0 if row < 0 else np.flatnonzero(order[q] == row)[0] for row in line]
+                         for q, line in enumerate(rows)])
+    np.testing.assert_array_equal(count_above(xq, xb, scores, rows), expected)
+    halves = sum(count_above(xq, xb[a:b], scores, rows, first_row=a) for a, b in ((0, 111), (111, 300)))
+    np.testing.assert_array_equal(halves, expected)
+
+
+def test_scores_depend_on_the_two_vectors_only():
+    rng = np.random.default_rng(7)
+    xb = unit(rng, 500, 301)
+    rows = rng.integers(0, 500, (500, 40))
+    together = score(xb, xb, rows)
+    np.testing.assert_array_equal(together[3:4], score(xb[3:4], xb, rows[3:4]))
+    alone = np.array([[float((xb[0].astype(np.float64) * xb[row].astype(np.float64)).sum())] for row in rows[0]])
+    np.testing.assert_array_equal(together[0], alone[:, 0])
+
+
+def test_merging_shards_is_searching_all():
+    rng = np.random.default_rng(8)
+    xb, xq = data("duplicates", rng, 400, 12, np.float32), unit(rng, 20, 12)
+    whole = FlatIndex(xb).search_exact(xq, 30)
+    for cuts in ([0, 400], [0, 3, 400], [0, 100, 250, 399, 400]):
+        shards = [FlatIndex(xb[a:b], first_row=a).search_exact(xq, 30) for a, b in pairwise(cuts)]
+        scores, ids = merge(shards, 30)
+        np.testing.assert_array_equal(ids, whole[1])
+        np.testing.assert_array_equal(scores, whole[0])
+
+
+def test_flat_index():
+    rng = np.random.default_rng(9)
+    xb, xq = unit(rng, 50, 8, np.float16), unit(rng, 4, 8)
+    index = FlatIndex(xb, first_row=100)
+    assert (index.rows, index.dim) == (50, 8)
+    np.testing.assert_array_equal(index.search(xq, 5)[1], slow_topk(xq, xb, 5, first_row=100)[1])
+    np.testing.assert_array_equal(index.lowest(xq, 5)[1], slow_topk(xq, xb, 5, largest=False, first_row=100)[1])
+    np.testing.assert_array_equal(index.gather(np.array([149, 100])), xb[[49, 0]].astype(np.float32))
+    with pytest.raises(LattqeError, match="row 150"):
+        index.gather(np.array([150]))
+    with pytest.raises(LattqeError, match="row 99"):
+        index.score(xq[:1], np.array([[99]]))
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda x: topk(x[:, :2], x, 3), "2 dimensions and the database 4"),
+    (lambda x: topk(x, x, 0), "k must be at least 1, got 0"),
+    (lambda x: knn_graph(x[0], 3), "matrix"),
+    (lambda x: knn_graph(np.where(x == x[1, 1], np.nan, x), 3), "row 1 .* NaN"),
+    (lambda x: topk(x.astype(int), x, 1), "float16 or float32, got int64"),
+])
+def test_bad_input_is_named(call, message):
+    with pytest.raises(LattqeError, match=message):
+        call(unit(np.random.default_rng(0), 5, 4))
+
+
+def test_input_may_be_read_only_and_strided():
+    x = unit(np.random.default_rng(0), 40, 8, np.float16)
+    x.setflags(write=False)
+    ids, _ = knn_graph(x[::2], 3)
+    np.testing.assert_array_equal(ids, slow_graph(x[::2], 3)[0])
