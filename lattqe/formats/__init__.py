@@ -1,1 +1,7 @@
-"""Importers: one file for each foreign format."""
+"""Importers, one file for each foreign format: `for block in open_source("vectors.npy").blocks(8192): ...`."""
+
+from lattqe.formats.reader import Block
+from lattqe.formats.registry import ENDINGS
+from lattqe.formats.source import Source, open_source
+
+__all__ = ["ENDINGS", "Block", "Source", "open_source"]

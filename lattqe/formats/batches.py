@@ -1,0 +1,154 @@
+"""Tables of record batches (Parquet, Arrow): a column of lists holds the vectors; `id` and `label` may be beside it."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from lattqe.errors import LattqeError
+from lattqe.formats.columns import as_ids, as_labels
+from lattqe.formats.named import ID_NAMES, LABEL_NAMES, VECTOR_NAMES
+from lattqe.formats.reader import Block, Labels, Options, Reader, as_vectors, check_matrix, decoding
+
+
+class BatchReader(Reader):
+    """Chooses the columns and turns batches into blocks; a format gives schema, number of rows, and batches."""
+
+    def __init__(self, name: str, schema: pa.Schema, rows: int, options: Options, kind: str) -> None:
+        if options.transposed:
+            raise LattqeError(f"{name}: a table has one image in each row; leave out --transposed")
+        self.name, self.rows, self._kind, self._schema = name, rows, kind, schema
+        if len(set(schema.names)) != len(schema.names):
+            raise LattqeError(f"{name} has two columns of the same name")
+        self._vector = _choose_vector(name, schema, options.key)
+        self._id = next((column for column in ID_NAMES if column in schema.names), None)
+        self._label = next((column for column in LABEL_NAMES if column in schema.names), None)
+        self.has_ids = self._id is not None
+        if self._label:
+            self.labels = int if pa.types.is_integer(_plain(schema.field(self._label).type)) else str
+        if rows == 0:
+            raise LattqeError(f"{name} is empty: it has no rows")
+        self.dim = self._find_dim()
+        check_matrix(name, (rows, self.dim), np.dtype(np.float32))
+
+    @abstractmethod
+    def batches(self, columns: list[str], size: int) -> Iterator[pa.RecordBatch]:
+        """Yield the named columns in batches of at most `size` rows."""
+
+    def blocks(self, size: int) -> Iterator[Block]:
+        """Yield the rows in order."""
+        columns = [column for column in (self._vector, self._id, self._label) if column]
+        first = 0
+        for batch in self._decoded(columns, self.block_rows(size)):
+            with decoding(self.name, self._kind):
+                block = self._block(batch, first)
+            yield block
+            first += batch.num_rows
+        if first != self.rows:
+            raise LattqeError(f"{self.name} is damaged: {self.rows} rows are declared, {first} are there")
+
+    def label_names(self) -> set[str]:
+        """Return the distinct text labels."""
+        if self.labels is not str or self._label is None:
+            return set()
+        names: set[str] = set()
+        for batch in self._decoded([self._label], 1 << 16):
+            names.update(_texts(batch.column(0), self.name, "label"))
+        return names
+
+    def _decoded(self, columns: list[str], size: int) -> Iterator[pa.RecordBatch]:
+        with decoding(self.name, self._kind):
+            for batch in self.batches(columns, size):
+                batch.validate(full=True)  # offsets of a damaged file can point anywhere
+                for start in range(0, batch.num_rows, size):
+                    yield batch.slice(start, size)
+
+    def _block(self, batch: pa.RecordBatch, first: int) -> Block:
+        vectors = _vectors(batch.column(self._vector), self.dim, self.name, first)
+        ids = None if self._id is None else as_ids(_texts(batch.column(self._id), self.name, "id"), self.name)
+        labels: Labels | None = None
+        if self._label is not None:
+            column = batch.column(self._label)
+            if self.labels is str:
+                labels = _texts(column, self.name, "label")
+            else:
+                labels = as_labels(_whole(column, self.name, "label").to_pylist(), self.name)
+        return Block(vectors, ids, labels)
+
+    def _find_dim(self) -> int:
+        kind = _plain(self._schema.field(self._vector).type)
+        if pa.types.is_fixed_size_list(kind):
+            return int(kind.list_size)
+        for batch in self._decoded([self._vector], 1):
+            length = pc.list_value_length(_storage(batch.column(0)))[0].as_py()
+            return int(length or 0)
+        raise LattqeError(f"{self.name} is damaged: {self.rows} rows are declared, none are there")
+
+
+def _choose_vector(name: str, schema: pa.Schema, key: str | None) -> str:
+    lists = [field.name for field in schema if _is_vector(field.type)]
+    if key is not None:
+        if key not in schema.names:
+            raise LattqeError(f"{name} has no column {key!r}; it has {', '.join(schema.names[:8])}")
+        if key not in lists:
+            raise LattqeError(f"{name}: column {key!r} holds {schema.field(key).type}; lists of numbers are needed")
+        return key
+    usual = [column for column in lists if column.lower() in VECTOR_NAMES]
+    for found in (lists, usual):
+        if len(found) == 1:
+            return found[0]
+    if lists:
+        raise LattqeError(f"{name} has several columns of vectors, {', '.join(lists[:8])}: choose one by --key NAME")
+    raise LattqeError(f"{name} has no column of vectors (lists of numbers); it has {', '.join(schema.names[:8])}")
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type under an extension type or a dictionary."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _plain(kind.storage_type)
+    return _plain(kind.value_type) if pa.types.is_dictionary(kind) else kind
+
+
+def _is_vector(kind: pa.DataType) -> bool:
+    kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+    is_list = pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return is_list and (pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type))
+
+
+def _storage(column: pa.Array) -> pa.Array:
+    return column.storage if isinstance(column, pa.ExtensionArray) else column
+
+
+def _vectors(column: pa.Array, dim: int, name: str, first: int) -> np.ndarray:
+    """Make (n, dim) of a column of lists; a missing vector, number or another length is refused by its row."""
+    column = _storage(column)
+    if column.null_count:
+        raise LattqeError(f"{name}: row {first + int(np.argmax(column.is_null().to_numpy(False)))} has no vector")
+    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    other = np.flatnonzero(lengths != dim)
+    if len(other):
+        raise LattqeError(f"{name}: row {first + other[0]} has {lengths[other[0]]} dimensions, the first row has {dim}")
+    values = column.flatten()
+    if values.null_count:
+        row = first + int(np.argmax(values.is_null().to_numpy(False))) // dim
+        raise LattqeError(f"{name}: the vector of row {row} lacks a number")
+    return as_vectors(values.to_numpy(zero_copy_only=False).reshape(len(column), dim))
+
+
+def _whole(column: pa.Array, name: str, what: str) -> pa.Array:
+    if column.null_count:
+        raise LattqeError(f"{name}: some rows have no {what}")
+    return column
+
+
+def _texts(column: pa.Array, name: str, what: str) -> list[str]:
+    kind = _plain(column.type)
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_binary,
+             pa.types.is_large_binary, pa.types.is_integer)  # fmt: skip
+    if not any(test(kind) for test in texts):
+        raise LattqeError(f"{name}: the {what} column holds {column.type}; text or whole numbers are needed")
+    values: list[Any] = _whole(_storage(column), name, what).to_pylist()
+    return [value.decode("utf-8") if isinstance(value, bytes) else str(value) for value in values]

@@ -1,0 +1,123 @@
+"""Ids and labels: from values of any kind to text and to int32, and from the files that stand beside a matrix."""
+
+import csv
+from collections.abc import Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lattqe.errors import LattqeError
+from lattqe.formats.reader import Labels, check_file, decoding
+
+INT32 = np.iinfo(np.int32)
+MAX_ID = 4096  # characters
+NEEDED = "a column of text or whole numbers is needed"
+
+
+def as_ids(values: Any, name: str) -> list[str]:
+    """Make text ids of strings, byte strings (UTF-8) or whole numbers."""
+    ids = [_text(value, name, row) for row, value in enumerate(_flat(values, name))]
+    for row, text in enumerate(ids):
+        if not text or len(text) > MAX_ID or "\x00" in text:
+            what = "empty" if not text else f"{len(text)} characters long" if len(text) > MAX_ID else "not text"
+            raise LattqeError(f"{name}: the id of row {row} is {what}; ids have 1 to {MAX_ID} characters")
+    return ids
+
+
+def as_labels(values: Any, name: str) -> Labels:
+    """Make labels: int32 of whole numbers (also written as text), otherwise a list of strings."""
+    flat = _flat(values, name)
+    kinds = {type(value) for value in flat}
+    if kinds <= {int, bool}:
+        return _int32(flat, name)
+    texts = [_text(value, name, row) for row, value in enumerate(flat)]
+    if "" in texts:
+        raise LattqeError(f"{name}: the label of row {texts.index('')} is empty")
+    try:
+        numbers = [int(text) if text.strip() == text and text.isascii() else int("") for text in texts]
+    except ValueError:
+        return texts
+    return _int32(numbers, name)
+
+
+def read_ids(path: str | Path) -> list[str]:
+    """Read ids from .npy, .txt (one on a line) or .csv."""
+    return as_ids(_read_column(Path(path), ("id", "ids")), str(path))
+
+
+def read_labels(path: str | Path) -> Labels:
+    """Read labels from .npy, .txt (one on a line) or .csv: int32, or text."""
+    return as_labels(_read_column(Path(path), ("label", "labels")), str(path))
+
+
+def _flat(values: Any, name: str) -> list[Any]:
+    """Return the values as a list of str, bytes, int or bool."""
+    if isinstance(values, np.ndarray):
+        if values.ndim == 2 and 1 in values.shape:  # MATLAB has no vectors, only matrices of one row or column
+            values = values.ravel()
+        if values.ndim != 1 or values.dtype.kind not in "iubSUO":
+            raise LattqeError(f"{name} has shape {values.shape} of {values.dtype}: {NEEDED}")
+        values = values.tolist()
+    if not isinstance(values, (list, tuple)):
+        raise LattqeError(f"{name} holds a {type(values).__name__}: {NEEDED}")
+    return list(values)
+
+
+def _text(value: Any, name: str, row: int) -> str:
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            raise LattqeError(f"{name}: row {row} is not UTF-8 text") from None
+    if not isinstance(value, (str, int, np.integer)):
+        raise LattqeError(f"{name}: row {row} is a {type(value).__name__}; text or a whole number is needed")
+    text = str(value)
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise LattqeError(f"{name}: row {row} is not valid Unicode") from None
+    return text
+
+
+def _int32(numbers: Sequence[int], name: str) -> np.ndarray:
+    for row, number in enumerate(numbers):
+        if not INT32.min <= number <= INT32.max:
+            raise LattqeError(f"{name}: the label of row {row} is {number!s:.40}, which does not fit into 32 bits")
+    return np.array(numbers, dtype=np.int32)
+
+
+def _read_column(path: Path, headings: Sequence[str]) -> Any:
+    check_file(path)
+    suffix = path.suffix.lower()
+    if suffix == ".npy":
+        from lattqe.formats.npy import read_array
+
+        return read_array(path)
+    with decoding(path, "text"):
+        if suffix == ".txt":
+            return path.read_text("utf-8-sig").removesuffix("\n").split("\n")
+        if suffix == ".csv":
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                return _csv_column([row for row in csv.reader(file) if row], headings, path)
+    raise LattqeError(f"{path}: ids and labels are read from .npy, .txt and .csv files")
+
+
+def _csv_column(table: list[list[str]], headings: Sequence[str], path: Path) -> list[str]:
+    """Take the column named so in the first line; without such a line, the only column."""
+    first = [cell.strip().lower() for cell in table[0]] if table else []
+    named = [number for number, cell in enumerate(first) if cell in headings]
+    if not named and len(first) > 1:
+        raise LattqeError(f"{path} has {len(first)} columns and none is named {headings[0]!r} in its first line")
+    column, body = (named[0], table[1:]) if named else (0, table)
+    for number, row in enumerate(body, start=2 if named else 1):
+        if len(row) != len(first):
+            raise LattqeError(f"{path}: line {number} has {len(row)} cells instead of {len(first)}")
+    return [row[column] for row in body]
+
+
+def check_count(values: Sized, rows: int, name: str, what: str) -> None:
+    """Refuse ids or labels of another length than their matrix."""
+    if len(values) != rows:
+        raise LattqeError(f"{name} holds {len(values):,} {what} for {rows:,} rows")

@@ -1,0 +1,62 @@
+"""HDF5: the datasets of a file by their path. Links and storage that lead out of the file are not followed."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lattqe.errors import LattqeError
+from lattqe.formats.matrix import MatrixReader
+from lattqe.formats.named import open_named
+from lattqe.formats.reader import Options, decoding
+
+MAX_CHUNK = 1 << 29  # bytes that reading one row may unpack
+MAX_COLUMN = 1 << 28  # bytes of ids or labels
+
+
+def open_hdf5(path: Path, options: Options) -> MatrixReader:
+    """Open a dataset with a row for each image; ids and labels are taken from datasets of these names."""
+    contents = datasets(path, "HDF5")
+    key = options.key.strip("/") if options.key else None
+    options = Options(key, bool(options.transposed))
+    return open_named(str(path), contents, options, kind="HDF5", columns_are_images=False)
+
+
+def is_hdf5(path: Path) -> bool:
+    """Whether the file has the signature of HDF5 (a MATLAB v7.3 file has it too)."""
+    import h5py
+
+    return bool(h5py.is_hdf5(path))
+
+
+def datasets(path: Path, kind: str) -> dict[str, Any]:
+    """Return the file's datasets by path: matrices as h5py's, which are read by slices, columns as arrays."""
+    import h5py
+
+    found: dict[str, Any] = {}
+
+    def visit(name: str, item: Any) -> None:  # visits hard links only: soft and external ones can lead anywhere
+        if isinstance(item, h5py.Dataset) and item.shape is not None:
+            _check_storage(path, name, item)
+            found[name] = _column(item) if len(item.shape) == 1 and _size(item) <= MAX_COLUMN else item
+
+    with decoding(path, kind):
+        h5py.File(path, "r").visititems(visit)
+    return found
+
+
+def _check_storage(path: Path, name: str, dataset: Any) -> None:
+    if dataset.external or dataset.is_virtual:
+        raise LattqeError(f"{path}: {name} keeps its values in other files; copy them into one file")
+    if dataset.chunks and math.prod(dataset.chunks) * dataset.dtype.itemsize > MAX_CHUNK:
+        raise LattqeError(f"{path}: {name} is stored in chunks {dataset.chunks}, too large to unpack; use smaller ones")
+
+
+def _size(dataset: Any) -> int:
+    return math.prod(dataset.shape) * dataset.dtype.itemsize
+
+
+def _column(dataset: Any) -> np.ndarray:
+    """Read a whole one-dimensional dataset; text comes as Python strings."""
+    return np.asarray(dataset[()])

@@ -1,0 +1,50 @@
+"""numpy's .npy: one matrix, a row for each image. Read block by block."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lattqe.errors import LattqeError
+from lattqe.formats.matrix import MatrixReader, Transposed, in_file
+from lattqe.formats.reader import Options, check_matrix, decoding
+
+MAX_HEADER = 10_000  # characters; what numpy itself trusts
+
+
+def open_npy(path: Path, options: Options) -> MatrixReader:
+    """Open a matrix of vectors."""
+    offset, shape, fortran, dtype = read_header(path)
+    check_matrix(str(path), shape[::-1] if options.transposed else shape, dtype)
+    if fortran:
+        matrix: Any = Transposed(in_file(path, offset, shape[::-1], dtype))
+    else:
+        matrix = in_file(path, offset, shape, dtype)
+    return MatrixReader(str(path), Transposed(matrix) if options.transposed else matrix, kind=".npy")
+
+
+def read_array(path: Path) -> np.ndarray:
+    """Read a whole small array (ids, labels, masks) into memory; never an array of Python objects."""
+    offset, shape, fortran, dtype = read_header(path)
+    count = math.prod(shape)
+    held = path.stat().st_size - offset
+    if dtype.hasobject:
+        raise LattqeError(f"{path} holds Python objects: save it as text or numbers")
+    if count * dtype.itemsize > held:
+        raise LattqeError(f"{path} is cut short: it declares {count:,} values of {dtype} and holds {held:,} bytes")
+    with decoding(path, ".npy"):
+        return np.fromfile(path, dtype, count, offset=offset).reshape(shape, order="F" if fortran else "C")
+
+
+def read_header(path: Path) -> tuple[int, tuple[int, ...], bool, np.dtype]:
+    """Return (offset of the data, shape, whether it is stored column by column, dtype)."""
+    with decoding(path, ".npy"), path.open("rb") as file:
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+        if read is None:
+            raise LattqeError(f"{path} is a .npy file of the unknown version {version[0]}.{version[1]}")
+        shape, fortran, dtype = read(file, max_header_size=MAX_HEADER)
+        if any(side < 0 for side in shape):
+            raise LattqeError(f"{path} is damaged: its shape is {shape}")
+        return file.tell(), shape, fortran, dtype

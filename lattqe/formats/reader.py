@@ -1,0 +1,117 @@
+"""What every importer gives: one file as blocks of vectors, with ids and labels where the file has them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lattqe.errors import LattqeError
+
+MAX_COLUMNS = 1 << 20  # beyond any descriptor; a damaged header must not decide how much is allocated
+BLOCK_BYTES = 1 << 25  # of float32, whatever number of rows was asked for
+
+Labels = np.ndarray | list[str]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows: vectors (n, D) float16, float32 or float64; ids of length n; labels (n,) int32 or n texts."""
+
+    vectors: np.ndarray
+    ids: list[str] | None = None
+    labels: Labels | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user may say about a file: which of its arrays, and whether columns (True) or rows are images."""
+
+    key: str | None = None
+    transposed: bool | None = None
+
+
+class Reader(ABC):
+    """One foreign file, opened: its size is known, its vectors are still in the file."""
+
+    name: str
+    rows: int
+    dim: int
+    has_ids = False
+    labels: type | None = None  # int, str, or None where the file has no labels
+    notes: Sequence[str] = ()  # what was assumed, to be shown to the user
+
+    @abstractmethod
+    def blocks(self, size: int) -> Iterator[Block]:
+        """Yield the rows in order, at most `size` in a block and never more than BLOCK_BYTES."""
+
+    def label_names(self) -> set[str]:
+        """Return the distinct labels of a file that has text labels."""
+        return set()
+
+    def block_rows(self, size: int) -> int:
+        """How many rows of a block of at most `size` fit into BLOCK_BYTES."""
+        return max(1, min(size, BLOCK_BYTES // (4 * self.dim)))
+
+
+@contextmanager
+def decoding(name: object, kind: str) -> Iterator[None]:
+    """Turn whatever a decoder raises for a damaged file into one line: its libraries raise nearly everything."""
+    try:
+        yield
+    except LattqeError:
+        raise
+    except MemoryError as error:
+        raise LattqeError(f"{name} is not a readable {kind} file: it declares more than fits into memory") from error
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise LattqeError(f"{name} is not a readable {kind} file: {first_line[:200]}") from error
+
+
+def check_file(path: Path) -> None:
+    """Refuse what is not a regular, non-empty file."""
+    try:
+        if path.is_dir():
+            raise LattqeError(f"{path} is a directory: give the files in it")
+        if not path.exists():
+            raise LattqeError(f"{path} does not exist")
+        if not path.is_file():
+            raise LattqeError(f"{path} is not a regular file: save it to disk first")
+        with path.open("rb") as file:
+            if not file.read(1):
+                raise LattqeError(f"{path} is empty")
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise LattqeError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def check_matrix(name: str, shape: Sequence[int], dtype: Any) -> tuple[int, int]:
+    """Return (rows, columns) of something that can hold vectors; refuse other shapes and element types."""
+    if len(shape) != 2:
+        raise LattqeError(f"{name} has shape {tuple(shape)}: a matrix (images, dimensions) is needed")
+    if not is_numeric(dtype):
+        raise LattqeError(f"{name} holds {dtype}: real numbers are needed")
+    rows, columns = int(shape[0]), int(shape[1])
+    if rows == 0 or columns == 0:
+        raise LattqeError(f"{name} is empty: its shape is {rows} × {columns}")
+    if columns > MAX_COLUMNS:
+        raise LattqeError(f"{name} has {columns:,} columns; at most {MAX_COLUMNS:,} are read (is it transposed?)")
+    return rows, columns
+
+
+def is_numeric(dtype: Any) -> bool:
+    """Whether elements of this type are real numbers (flags and complex numbers are not)."""
+    return getattr(dtype, "kind", None) in ("f", "i", "u") and dtype.itemsize <= 16
+
+
+def as_vectors(array: np.ndarray) -> np.ndarray:
+    """Make (n, D) floats of any real matrix, in native byte order and row by row; nothing is rounded but wide integers.
+
+    Floats keep their width, so that they are rounded once, after normalisation.
+    """
+    narrow = array.dtype.kind in "iu" and array.dtype.itemsize <= 2
+    native = {2: np.float16, 4: np.float32}.get(array.dtype.itemsize, np.float64) if array.dtype.kind == "f" else None
+    with np.errstate(over="ignore"):  # a long double beyond float64 becomes infinite, and is refused by its row later
+        return np.ascontiguousarray(array, dtype=native or (np.float32 if narrow else np.float64))

@@ -1,0 +1,130 @@
+""".pt and .pth as torch.save writes them (a zip file since torch 1.6). Read without torch and without unpickling."""
+
+import functools
+import math
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lattqe.errors import LattqeError
+from lattqe.formats.matrix import BFLOAT16, Described, MatrixReader, Transposed, in_file
+from lattqe.formats.pickle_names import MEANINGS, Malformed, Name
+from lattqe.formats.pickled import open_contents
+from lattqe.formats.reader import Options, decoding
+from lattqe.formats.safe_pickle import loads
+
+LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature; lengths of the name and of the extra field
+STORAGES: dict[Name, Any] = {
+    Name("torch", f"{name}Storage"): stored
+    for name, stored in {
+        "Float": np.dtype("<f4"), "Half": np.dtype("<f2"), "Double": np.dtype("<f8"), "BFloat16": BFLOAT16,
+        "Long": np.dtype("<i8"), "Int": np.dtype("<i4"), "Short": np.dtype("<i2"), "Char": np.dtype("i1"),
+        "Byte": np.dtype("u1"), "Bool": np.dtype("?"),
+    }.items()
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A tensor's numbers: `count` of them from byte `offset` of the file on."""
+
+    stored: Any
+    offset: int
+    count: int
+
+
+def open_torch(path: Path, options: Options) -> MatrixReader:
+    """Open a saved tensor, or one of a saved dict of tensors; rows are images unless `--transposed`."""
+    if not zipfile.is_zipfile(path):
+        raise LattqeError(f"{path} is not a file of torch 1.6 or newer: load it and torch.save it again")
+    with decoding(path, "torch"), zipfile.ZipFile(path) as archive:
+        value = TorchFile(path, archive).value()
+    return open_contents(path, value, Options(options.key, bool(options.transposed)), "torch")
+
+
+class TorchFile:
+    """The members of the zip file; tensors stay in it."""
+
+    def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
+        self.path = path
+        self.members = {info.filename: info for info in archive.infolist()}
+        programs = [name for name in self.members if name.rpartition("/")[2] == "data.pkl"]
+        if len(programs) != 1:
+            raise LattqeError(f"{path} is a zip file, but none of torch.save's")
+        self.folder = programs[0].removesuffix("data.pkl")
+
+    def value(self) -> Any:
+        """Read what was saved, with tensors as matrices that stay in the file and as arrays of one dimension."""
+        if self.members.get(f"{self.folder}byteorder") and self.read("byteorder") != b"little":
+            raise LattqeError(f"{self.path} was saved on a big-endian machine; save it again on another")
+        meanings: dict[Name, Callable[..., Any]] = {
+            **MEANINGS,
+            **dict.fromkeys(STORAGES, _not_callable),
+            Name("torch._utils", "_rebuild_tensor_v2"): self.tensor,
+            Name("torch._utils", "_rebuild_parameter"): lambda tensor, *_rest: tensor,
+            Name("torch", "Size"): lambda sides: tuple(sides),
+        }
+        return loads(self.read("data.pkl"), str(self.path), meanings=meanings, persistent=self.storage)
+
+    @functools.cache  # noqa: B019  a storage is shared by many tensors, and this object lives for one call
+    def place(self, name: str) -> tuple[int, int]:
+        """Return offset and size of a member; its bytes are checked against the zip file's checksum."""
+        info = self.members.get(self.folder + name)
+        if info is None or info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise LattqeError(f"{self.path} is damaged: its member {name!r:.80} is missing or compressed")
+        with self.path.open("rb") as file:
+            file.seek(info.header_offset)
+            signature, name_length, extra_length = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
+            start = info.header_offset + LOCAL_HEADER.size + name_length + extra_length
+            file.seek(start)
+            checksum, left = 0, info.file_size
+            while info.CRC and left and (piece := file.read(min(left, 1 << 20))):
+                checksum, left = zlib.crc32(piece, checksum), left - len(piece)
+        if signature != b"PK\x03\x04" or checksum != info.CRC:  # a checksum of 0: torch was told not to compute it
+            raise LattqeError(f"{self.path} is damaged: the checksum of its member {name!r:.80} is wrong")
+        return start, info.file_size
+
+    def read(self, name: str) -> bytes:
+        """Read a small member whole."""
+        offset, size = self.place(name)
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    def storage(self, reference: Any) -> Storage:
+        """Resolve ('storage', torch.FloatStorage, '0', 'cpu', number of elements)."""
+        if not isinstance(reference, tuple) or len(reference) != 5 or reference[1] not in STORAGES:
+            raise Malformed(f"it refers to an unknown kind of storage {reference!r:.120}")
+        stored, name, count = STORAGES[reference[1]], reference[2], reference[4]
+        offset, size = self.place(f"data/{name}")
+        if type(count) is not int or count * (2 if stored == BFLOAT16 else stored.itemsize) != size:
+            raise Malformed(f"a storage declares {count!r:.40} elements and holds {size} bytes")
+        return Storage(stored, offset, count)
+
+    def tensor(self, storage: Any, first: Any, shape: Any, strides: Any, *_rest: Any) -> Any:
+        """Place a tensor in its storage: matrices stay in the file, one-dimensional tensors are read."""
+        numbers = (first, *shape, *strides)
+        if not isinstance(storage, Storage) or not all(type(number) is int and number >= 0 for number in numbers):
+            raise Malformed("a tensor is spelled wrong")
+        last = first + sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True))
+        if math.prod(shape) and (last >= storage.count or math.prod(shape) > storage.count):
+            raise Malformed(f"a tensor of shape {shape} is larger than its storage of {storage.count}")
+        itemsize = 2 if storage.stored == BFLOAT16 else storage.stored.itemsize
+        offset = storage.offset + first * itemsize
+        if len(shape) == 2 and strides[1] == 1 and strides[0] >= shape[1]:
+            return in_file(self.path, offset, shape, storage.stored, strides[0])
+        if len(shape) == 2 and strides[0] == 1 and strides[1] >= shape[0]:
+            return Transposed(in_file(self.path, offset, shape[::-1], storage.stored, strides[1]))
+        if len(shape) == 1 and strides[0] == 1 and storage.stored != BFLOAT16:
+            return np.fromfile(self.path, storage.stored, shape[0], offset=offset)
+        return Described(shape, np.dtype(np.float32) if storage.stored == BFLOAT16 else storage.stored)
+
+
+def _not_callable(*_arguments: Any) -> Any:
+    raise Malformed("it calls a torch storage, which may only be mentioned")

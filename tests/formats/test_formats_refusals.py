@@ -1,0 +1,225 @@
+"""Every bad file is one clear line, and a hostile one executes nothing."""
+
+import pickle
+import zipfile
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import safetensors.numpy
+import scipy.io
+import torch
+
+from lattqe.errors import LattqeError
+from lattqe.formats import ENDINGS, open_source
+
+X = np.ones((4, 3), np.float32)
+
+
+class Touches:
+    """Under plain unpickling, makes a file."""
+
+    def __init__(self, canary):
+        self.canary = str(canary)
+
+    def __reduce__(self):
+        return open, (self.canary, "w")
+
+
+def read_all(path, **options):
+    for block in open_source(path, **options).blocks(2):
+        assert block.vectors.ndim == 2
+
+
+def refusal(path, **options):
+    """The refusal of a file: always one line that names the file."""
+    with pytest.raises(LattqeError) as caught:
+        read_all(path, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert path.name in message
+    return message
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_empty_truncated_or_foreign_content(tmp_path, ending):
+    path = tmp_path / f"x{ending}"
+    path.touch()
+    assert "is empty" in refusal(path)
+    path.write_bytes(b"\x00")
+    refusal(path)
+    path.write_bytes(b"<html>not found</html>" * 50)
+    refusal(path)
+
+
+def test_paths_that_are_no_files(tmp_path):
+    assert "does not exist" in refusal(tmp_path / "absent.npy")
+    (tmp_path / "folder.npy").mkdir()
+    assert "directory" in refusal(tmp_path / "folder.npy")
+    assert "directory" in refusal(tmp_path)
+    assert all(ending in refusal(tmp_path / "x.docx") for ending in ENDINGS)
+    locked = tmp_path / "locked.npy"
+    np.save(locked, X)
+    locked.chmod(0)
+    try:
+        with open(locked, "rb"):
+            pytest.skip("this user may read everything")
+    except PermissionError:
+        assert "Permission denied" in refusal(locked)
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [(np.ones(5), r"shape (5,)"), (np.ones((2, 3, 4)), "a matrix"), (np.float32(1), "a matrix"),
+     (np.ones((0, 3)), "is empty: its shape is 0 × 3"), (np.ones((3, 0)), "is empty: its shape is 3 × 0"),
+     (np.ones((2, 2), complex), "complex128"), (np.array([["a", "b"]]), "<U1"), (np.ones((2, 2), bool), "bool"),
+     (np.array([[None, 1]]), "object"), (np.zeros((2, 2), "M8[s]"), "datetime64"),
+     (np.zeros((2, 2), [("a", "f4")]), "'a'")],
+)  # fmt: skip
+def test_arrays_that_hold_no_vectors(tmp_path, array, words):
+    np.save(tmp_path / "x.npy", array, allow_pickle=True)
+    assert words in refusal(tmp_path / "x.npy")
+
+
+def write_each(folder):
+    """One whole file of each format."""
+    np.save(folder / "x.npy", X)
+    scipy.io.savemat(folder / "x.mat", {"X": X.T})
+    (folder / "x.pkl").write_bytes(pickle.dumps({"vecs": X.T}))
+    np.hstack([np.full((4, 1), 3, np.int32), X.view(np.int32)]).tofile(folder / "x.fvecs")
+    with h5py.File(folder / "x.h5", "w") as file:
+        file["x"] = X
+    table = pa.table({"vector": pa.array(X.tolist())})
+    pq.write_table(table, folder / "x.parquet")
+    with pa.ipc.new_file(folder / "x.arrow", table.schema) as writer:
+        writer.write_table(table)
+    torch.save(torch.from_numpy(X), folder / "x.pt")
+    safetensors.numpy.save_file({"x": X}, folder / "x.safetensors")
+    return sorted(folder.glob("x.*"))
+
+
+def test_every_truncation_is_refused(tmp_path):
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    for path in write_each(tmp_path):
+        data = path.read_bytes()
+        read_all(path)
+        for length in {1, 7, len(data) // 3, len(data) // 2, len(data) * 9 // 10, len(data) - 1}:
+            (cut / path.name).write_bytes(data[:length])
+            whole_rows = path.suffix == ".fvecs" and length % 16 == 0
+            padding = path.suffix in (".h5", ".mat") and length == len(data) - 1
+            if not whole_rows and not padding:
+                refusal(cut / path.name)
+
+
+def test_a_file_cut_short_while_it_is_read(tmp_path):
+    """No signal from a memory map: the next block is refused."""
+    path = tmp_path / "x.npy"
+    np.save(path, np.ones((1000, 16), np.float32))
+    blocks = open_source(path).blocks(100)
+    next(blocks)
+    with path.open("r+b") as file:
+        file.truncate(10_000)
+    with pytest.raises(LattqeError, match="ends in the middle"):
+        list(blocks)
+
+
+def test_fvecs_rows_of_another_dimension(tmp_path):
+    rows = np.hstack([np.full((4, 1), 3, np.int32), X.view(np.int32)])
+    rows[2, 0] = 5
+    rows.tofile(tmp_path / "x.fvecs")
+    assert "row 2 has dimension 5, the first row has 3" in refusal(tmp_path / "x.fvecs")
+
+
+def test_tables_with_holes(tmp_path):
+    holes = {
+        "row 1 has no vector": [[1.0, 2.0], None],
+        "the vector of row 1 lacks a number": [[1.0, 2.0], [None, 1.0]],
+        "row 1 has 3 dimensions, the first row has 2": [[1.0, 2.0], [1.0, 2.0, 3.0]],
+    }
+    for words, lists in holes.items():
+        pq.write_table(pa.table({"vector": pa.array(lists)}), tmp_path / "x.parquet")
+        assert words in refusal(tmp_path / "x.parquet")
+    pq.write_table(pa.table({"vector": pa.array([[1.0], [2.0]]), "id": ["a", None]}), tmp_path / "x.parquet")
+    assert "some rows have no id" in refusal(tmp_path / "x.parquet")
+    pq.write_table(pa.table({"vector": pa.array(["a"]), "n": [1]}), tmp_path / "x.parquet")
+    assert "no column of vectors" in refusal(tmp_path / "x.parquet")
+    assert "holds int64; lists of numbers are needed" in refusal(tmp_path / "x.parquet", key="n")
+
+
+@pytest.mark.parametrize("ending", ["pkl", "pickle", "pt", "pth"])
+@pytest.mark.parametrize("place", ["top", "value", "object array"])
+def test_hostile_files_execute_nothing(tmp_path, ending, place):
+    canary = tmp_path / "canary"
+    hostile = Touches(canary)
+    value = {"top": hostile, "value": {"vecs": X, "x": hostile}, "object array": {"vecs": np.array([[hostile]])}}[place]
+    path = tmp_path / f"x.{ending}"
+    if ending.startswith("pk") or ending == "pickle":
+        path.write_bytes(pickle.dumps(value))
+    else:
+        torch.save(value, path)
+    assert "refused" in refusal(path)
+    assert not canary.exists()
+    pickle.loads(pickle.dumps(value))
+    assert canary.exists(), "the file is not hostile: the test proves nothing"
+
+
+def test_torch_files_of_other_kinds(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save(torch.nn.Linear(2, 2), path)
+    assert "torch.nn.modules.linear.Linear" in refusal(path)
+    torch.save(torch.ones(3, 2), path, _use_new_zipfile_serialization=False)
+    assert "torch.save it again" in refusal(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    assert "none of torch.save's" in refusal(path)
+    torch.save(torch.ones(1, 4).expand(1000, 4), path)
+    assert "larger than its storage" in refusal(path)
+
+
+def test_a_flipped_bit_in_a_torch_file_is_found_by_its_checksum(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save(torch.from_numpy(X), path)
+    data = bytearray(path.read_bytes())
+    data[data.index(X.tobytes()) + 5] ^= 1
+    path.write_bytes(data)
+    assert "checksum" in refusal(path)
+
+
+def test_hdf5_never_leads_to_other_files(tmp_path):
+    secret = tmp_path / "secret.bin"
+    np.ones(8, np.float32).tofile(secret)
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["x"] = X
+    path = tmp_path / "external.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", (2, 4), np.float32, external=[(str(secret), 0, 32)])
+    assert "other files" in refusal(path)
+    path = tmp_path / "virtual.h5"
+    layout = h5py.VirtualLayout((4, 3), np.float32)
+    layout[:] = h5py.VirtualSource(str(tmp_path / "other.h5"), "x", (4, 3))
+    with h5py.File(path, "w") as file:
+        file.create_virtual_dataset("x", layout)
+    assert "other files" in refusal(path)
+    path = tmp_path / "linked.h5"
+    with h5py.File(path, "w") as file:
+        file["x"] = h5py.ExternalLink(str(tmp_path / "other.h5"), "x")
+    assert "holds no matrix" in refusal(path)
+
+
+def test_declared_sizes_are_not_allocated(tmp_path):
+    path = tmp_path / "x.npy"
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (1 << 40, 512)})
+        file.write(b"\0" * 64)
+    assert "cut short" in refusal(path)
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", (2, 1 << 40), np.float32, chunks=(1, 1024))
+    assert "columns; at most" in refusal(path)
+    path = tmp_path / "chunks.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", (1 << 20, 1024), np.float32, chunks=(1 << 19, 1024))
+    assert "chunks" in refusal(path)
