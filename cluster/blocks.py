@@ -72,10 +72,41 @@ class _BlockRun(Generic[Block]):
         self.queue = deque(blocks)
         self.remaining = set(self.queue)
         self.failures: Counter[Block] = Counter()
+        self.failed_starts = 0
         self.flights: dict[Any, _Flight[Block]] = {}
         self.durations: list[float] = []
         self.summary = BlockSummary()
-        self.actors = {number: make_worker(number) for number in range(min(workers, len(self.queue)))}
+        self.actors: dict[int, Any] = {}
+        self.starting: dict[Any, int] = {}  # an actor gets blocks only when it is up: the cluster may have no room
+        for worker in range(min(workers, len(self.queue))):
+            self.start(worker)
+
+    def start(self, worker: int) -> None:
+        self.actors[worker] = self.make_worker(worker)
+        self.starting[self.actors[worker].__ray_ready__.remote()] = worker
+        self.last_sign_of_life = time.monotonic()
+
+    def ready(self) -> list[int]:
+        return [worker for worker in self.actors if worker not in self.starting.values()]
+
+    def started(self, reference: Any) -> None:
+        """An actor is up, or its constructor failed."""
+        worker = self.starting.pop(reference)
+        try:
+            ray.get(reference)
+        except RayError as error:
+            self.failed_starts += 1
+            mendable = user_error(error)
+            if mendable is not None or self.failed_starts > self.policy.max_failures:
+                raise mendable or error from None
+            self.start(worker)
+
+    def check_start(self) -> None:
+        """A cluster that cannot place any actor is an error, not a silent wait."""
+        if self.ready() or time.monotonic() - self.last_sign_of_life < self.policy.start_timeout:
+            return
+        raise LattqeError(f"no worker could start within {self.policy.start_timeout:.0f} s: the cluster has "
+                          f"{ray.available_resources()} free; ask for fewer workers or wait for other jobs to end")
 
     def load(self, worker: int) -> int:
         return sum(flight.worker == worker for flight in self.flights.values())
@@ -88,14 +119,14 @@ class _BlockRun(Generic[Block]):
     def fill(self) -> None:
         """Give every actor up to a window of blocks; when none are left, copy stragglers to idle actors."""
         for _ in range(self.policy.window):
-            for worker in self.actors:
+            for worker in self.ready():
                 if self.queue and self.load(worker) < self.policy.window:
                     self.send(self.queue.popleft(), worker)
         if not self.queue:
             self.copy_stragglers()
 
     def copy_stragglers(self) -> None:
-        idle = [worker for worker in self.actors if self.load(worker) == 0]
+        idle = [worker for worker in self.ready() if self.load(worker) == 0]
         if not idle:
             return
         typical = statistics.median(self.durations) if self.durations else 0.0
@@ -135,7 +166,7 @@ class _BlockRun(Generic[Block]):
         if self.actors[flight.worker] is flight.actor:
             self.summary.actors_lost += 1
             ray.kill(flight.actor)  # it may be only unreachable: it must not come back beside its replacement
-            self.actors[flight.worker] = self.make_worker(flight.worker)
+            self.start(flight.worker)
         return all(other.started > flight.started for other in self.flights.values() if other.actor is flight.actor)
 
     def fail(self, block: Block, error: Exception) -> None:
@@ -173,29 +204,16 @@ def run_blocks(make_worker: Callable[[int], Any], workers: int, blocks: Iterable
     state = _BlockRun(make_worker, workers, blocks, method, policy or BlockPolicy())
     started = time.monotonic()
     try:
-        _await_start(state)
         while state.remaining:
             state.fill()
-            ready, _ = ray.wait(list(state.flights), num_returns=1, timeout=1.0)
-            for reference in ready:
-                if reference in state.flights:
+            done, _ = ray.wait([*state.starting, *state.flights], num_returns=1, timeout=1.0)
+            for reference in done:
+                if reference in state.starting:
+                    state.started(reference)
+                else:
                     state.collect(reference, on_done)
+            state.check_start()
     finally:
         state.stop()
     state.summary.seconds = time.monotonic() - started
     return state.summary
-
-
-def _await_start(state: _BlockRun[Any]) -> None:
-    """Wait for the first actor: a cluster that cannot place any is an error, not a silent wait."""
-    if not state.actors:
-        return
-    pings = [actor.__ray_ready__.remote() for actor in state.actors.values()]
-    ready, _ = ray.wait(pings, num_returns=1, timeout=state.policy.start_timeout)
-    if not ready:
-        raise LattqeError(f"no worker could start within {state.policy.start_timeout:.0f} s: the cluster has "
-                          f"{ray.available_resources()} free; ask for fewer workers or wait for other jobs to end")
-    try:
-        ray.get(ready[0])
-    except RayError as error:
-        raise user_error(error) or error from None

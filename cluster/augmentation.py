@@ -1,0 +1,221 @@
+"""Database-side augmentation on Ray: every row replaced by its expansion from its neighbors among the original rows.
+
+The work is cut twice, by row numbers alone. A *block* is what one worker computes between two looks at the queue; its
+vectors go to `_work/pieces/`. A *part* is a file of the result; a worker assembles it when its last piece is there.
+Both are written atomically and are the same whoever makes them, so any process may die at any time, nothing is lost
+but the block it was in, and two drivers on one destination give one result.
+"""
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+import xxhash
+
+from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
+from lattqe.errors import LattqeError
+from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, Pending
+from lattqe.store.tables import matrix_column
+
+# Rows a worker expands between two looks at the queue: seconds at 128-D, some minutes at 2048-D on one CPU core.
+BLOCK_ROWS = 2048
+PIECES = "_work/pieces/"
+DIGEST_BYTES = 16
+
+# A block is (part, start, stop) in row numbers; the assembling of a part is (part,).
+Item = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What to compute: all that decides the result, and nothing larger than a line, for it goes to every worker."""
+
+    features: str  # URI of the original rows
+    graph: str  # URI of their neighbors
+    to: str  # where a Pending has been begun
+    method: str
+    k: int
+    params: dict[str, Any] = field(default_factory=dict)
+    cache: str | None = None  # node-local folder that keeps remote rows
+    threads: int = 1
+    block_rows: int = BLOCK_ROWS
+
+
+def part_spans(part_rows: list[int]) -> list[tuple[int, int]]:
+    """First and last+1 row of each part."""
+    stops = np.cumsum(part_rows)
+    return [(int(stop) - count, int(stop)) for count, stop in zip(part_rows, stops)]
+
+
+def block_spans(start: int, stop: int, block_rows: int) -> list[tuple[int, int]]:
+    """The blocks of one part, as row spans."""
+    return [(row, min(row + block_rows, stop)) for row in range(start, stop, block_rows)]
+
+
+def piece_name(start: int) -> str:
+    """The file of the block that begins at this row."""
+    return f"{PIECES}{start:012d}.bin"
+
+
+class AugmentWorker:
+    """Holds the method and reaches all vectors; computes blocks and assembles parts. Built from URIs only."""
+
+    def __init__(self, task: Augmentation) -> None:
+        import torch
+
+        from lattqe.expansion import create
+
+        torch.set_num_threads(task.threads)
+        self.task = task
+        self.features = FeatureSet.open(task.features, cache=task.cache)
+        self.graph = NeighborGraph.open(task.graph, cache=task.cache)
+        self.pending = Pending.attach(task.to)
+        self.method = create(task.method, **task.params)
+        self.seconds = {"reading": 0.0, "expanding": 0.0, "writing": 0.0}
+
+    def run(self, item: Item) -> dict[str, Any]:
+        """Compute one block, or assemble one part."""
+        before = dict(self.seconds)
+        if len(item) == 3:
+            self.write_piece(item[1], self.expand(item[1], item[2]))
+        else:
+            self.assemble(item[0])
+        spent = {name: total - before[name] for name, total in self.seconds.items()}
+        return {"seconds": spent, "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+    def expand(self, start: int, stop: int) -> np.ndarray:
+        """Expanded vectors (n, D) of rows start..stop, rounded to the stored dtype."""
+        from lattqe.expansion.rows import expand_rows
+
+        with self.timed("reading"):
+            I, D = self.graph.read(start, stop)  # noqa: E741
+            I, D = I[:, :self.task.k], D[:, :self.task.k]  # noqa: E741
+            x = self.features.read(start, stop)
+            negatives = self.lowest(x) if self.method.negatives else None
+        with self.timed("expanding"):
+            return expand_rows(self.method, x, I, D, self.features.gather, negatives).astype(self.features.dtype)
+
+    def lowest(self, x: np.ndarray) -> np.ndarray:
+        """Row numbers (n, m) of the lowest-ranked rows of the whole database, for DQE."""
+        from lattqe.search import FlatIndex
+
+        if not hasattr(self, "index"):
+            self.index = FlatIndex(self.features.read())
+        return self.index.lowest(x, self.method.negatives)[1]
+
+    def write_piece(self, start: int, vectors: np.ndarray) -> None:
+        """Store a block's vectors behind their digest."""
+        with self.timed("writing"):
+            data = np.ascontiguousarray(vectors).tobytes()
+            self.pending.place.write(piece_name(start), xxhash.xxh3_128_digest(data) + data)
+
+    def read_piece(self, start: int, stop: int) -> np.ndarray:
+        """A block's vectors; computed here and now where its piece is damaged or gone."""
+        try:
+            data = self.pending.place.read(piece_name(start))
+        except MissingFileError:
+            return self.expand(start, stop)
+        shape = (stop - start, self.features.dim)
+        if data[:DIGEST_BYTES] != xxhash.xxh3_128_digest(data[DIGEST_BYTES:]) \
+                or len(data) - DIGEST_BYTES != shape[0] * shape[1] * np.dtype(self.features.dtype).itemsize:
+            return self.expand(start, stop)
+        return np.frombuffer(data, self.features.dtype, offset=DIGEST_BYTES).reshape(shape)
+
+    def assemble(self, part: int) -> None:
+        """Publish a part: the rows as they are, their vectors replaced; then its pieces may go."""
+        start, stop = part_spans(self.pending.part_rows)[part]
+        spans = block_spans(start, stop, self.task.block_rows)
+        pieces = [self.expand(*spans[0])] if len(spans) == 1 else [self.read_piece(*span) for span in spans]
+        with self.timed("writing"):
+            table = self.features.table(start, stop).combine_chunks()
+            column = table.column_names.index("vector")
+            table = table.set_column(column, table.schema.field(column), matrix_column(np.concatenate(pieces)))
+            self.pending.publish(part, table)
+            for row, _ in spans if len(spans) > 1 else ():
+                self.pending.place.delete(piece_name(row))
+
+    def timed(self, name: str) -> "_Stopwatch":
+        """Add the seconds of a `with` body to `seconds[name]`."""
+        return _Stopwatch(self.seconds, name)
+
+
+class _Stopwatch:
+    """Nested bodies count for the inner one only."""
+
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self.seconds, self.name = seconds, name
+
+    def __enter__(self) -> None:
+        self.started, self.inner = time.perf_counter(), sum(self.seconds.values())
+
+    def __exit__(self, *_: object) -> None:
+        elapsed = time.perf_counter() - self.started
+        self.seconds[self.name] += elapsed - (sum(self.seconds.values()) - self.inner)
+
+
+@dataclass
+class AugmentSummary:
+    """What it took."""
+
+    blocks: BlockSummary
+    seconds: dict[str, float]
+    peak_bytes: int
+
+
+def items_to_do(pending: Pending, block_rows: int) -> tuple[list[Item], dict[int, set[int]]]:
+    """The items that can start now, and for each unfinished part the first rows of the blocks it still waits for."""
+    there = set(pending.place.sizes())
+    items: list[Item] = []
+    waiting: dict[int, set[int]] = {}
+    spans = part_spans(pending.part_rows)
+    for part in pending.missing():
+        blocks = block_spans(*spans[part], block_rows)
+        missing = [span for span in blocks if piece_name(span[0]) not in there] if len(blocks) > 1 else []
+        waiting[part] = {start for start, _ in missing}
+        items.extend([(part, *span) for span in missing] or [(part,)])
+    return items, waiting
+
+
+def run_augmentation(task: Augmentation, workers: int, on_rows: Callable[[int], None], *,
+                     resources: dict[str, float] | None = None, policy: BlockPolicy | None = None) -> AugmentSummary:
+    """Compute and publish all missing parts of `task.to` with `workers` actors; `on_rows(n)` after each n rows.
+
+    `resources` is what one actor asks Ray for, as in `{"num_cpus": 1, "num_gpus": 1}`. The manifest is the caller's.
+    """
+    pending = Pending.attach(task.to)
+    items, waiting = items_to_do(pending, task.block_rows)
+    seconds: dict[str, float] = {}
+    peak = 0
+    actor_class = ray.remote(**(resources or {"num_cpus": 1}))(AugmentWorker)
+
+    def on_done(item: Item, result: dict[str, Any]) -> list[Item]:
+        nonlocal peak
+        peak = max(peak, result["peak_bytes"])
+        for name, spent in result["seconds"].items():
+            seconds[name] = seconds.get(name, 0.0) + spent
+        if len(item) == 1:
+            start, stop = part_spans(pending.part_rows)[item[0]]
+            on_rows(stop - start if stop - start <= task.block_rows else 0)
+            return []
+        part, start, stop = item
+        on_rows(stop - start)
+        waiting[part].discard(start)
+        return [] if waiting[part] else [(part,)]
+
+    # A spread strategy uses every node's cores and disks before doubling up on one.
+    summary = run_blocks(lambda _: actor_class.options(scheduling_strategy="SPREAD").remote(task), workers, items,
+                         on_done=on_done, policy=policy)
+    return AugmentSummary(summary, seconds, peak)
+
+
+def default_workers() -> int:
+    """One worker for each GPU, or for each CPU where there are none."""
+    resources = ray.cluster_resources()
+    count = int(resources.get("GPU", 0)) or int(resources.get("CPU", 0))
+    if count < 1:
+        raise LattqeError("the Ray cluster has neither CPUs nor GPUs free for work: add a worker node")
+    return count
