@@ -1,0 +1,126 @@
+"""Import foreign files of vectors as a feature set: .npy .mat .pkl .fvecs .h5 .parquet .arrow .pt .safetensors."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from jobs.console import command, human_bytes, print_json, progress_bar, run, screen, show_table
+from lattqe.errors import LattqeError
+
+BLOCK_ROWS = 8192
+
+
+def main(
+    sources: list[str] = typer.Argument(help="files, joined in this order; s3:// works too"),
+    to: str = typer.Option(..., "--to", help="where the feature set goes: a folder or s3://bucket/prefix"),
+    ids: str | None = typer.Option(None, help="ids of all rows: .npy, .txt or .csv"),
+    labels: str | None = typer.Option(None, help="labels of all rows: .npy, .txt or .csv; numbers or text"),
+    key: str | None = typer.Option(None, help="which array or column, e.g. X or Q of a .mat file"),
+    transposed: bool | None = typer.Option(
+        None, "--transposed/--no-transposed", help="columns are images, or rows; else as docs/import.md says"
+    ),
+    dtype: str = typer.Option("float16", help="float16 or float32"),
+    skip_bad: bool = typer.Option(False, "--skip-bad", help="leave out zero and non-finite vectors, and count them"),
+    columns: int | None = typer.Option(None, help="keep the first so many columns"),
+    rows: str | None = typer.Option(None, help="keep the rows A:B"),
+    select: list[str] = typer.Option([], help="keep rows by FILE.npy (flags, row numbers) or FILE.npy=VALUE"),
+    json: bool = typer.Option(False, "--json", help="print the result as JSON on stdout"),
+) -> None:
+    """Import foreign files of vectors as a feature set.
+
+    Vectors are L2-normalised. A killed import continues when the same command is given again.
+
+    Example: lattqe import vectors.npy --ids names.txt --labels classes.txt --to features
+    """
+    from lattqe.formats import open_source
+    from lattqe.formats.fetch import local_files
+
+    conditions = [_split_condition(condition) for condition in select]
+    files = {f"source-{number}": name for number, name in enumerate(sources)}
+    files |= {role: name for role, name in (("ids", ids), ("labels", labels)) if name is not None}
+    files |= {f"select-{number}": name for number, (name, _) in enumerate(conditions)}
+    with local_files(files) as local:
+        source = open_source(
+            [local[f"source-{number}"] for number in range(len(sources))],
+            ids=local.get("ids"), labels=local.get("labels"), key=key, transposed=transposed,
+            columns=columns, rows=rows,
+            select=[local[f"select-{number}"] + value for number, (_, value) in enumerate(conditions)],
+        )  # fmt: skip
+        for note in source.notes:
+            screen.print(f"note: {note}", markup=False, soft_wrap=True)
+        config = {
+            "job": "import", "key": key, "transposed": transposed, "columns": columns, "rows": rows,
+            "select": [Path(name).name + value for name, value in conditions], "skip_bad": skip_bad,
+            "label_names": source.label_names,
+        }  # fmt: skip
+        result = _write(source, to, dtype, skip_bad, config, _inputs(files, local))
+    if json:
+        print_json({**result, "notes": source.notes})
+
+
+def _write(source: Any, to: str, dtype: str, skip_bad: bool, config: dict[str, Any], inputs: Any) -> dict[str, Any]:
+    """Show the plan, write the feature set, show and return the summary."""
+    from lattqe.store import FeatureWriter
+
+    started = time.monotonic()
+    width = {"float16": 2, "float32": 4}.get(dtype)
+    if width is None:
+        raise LattqeError(f"--dtype {dtype}: float16 and float32 can be stored")
+    show_table(
+        "import",
+        {
+            "rows × dimensions": f"{source.rows:,} × {source.dim}",
+            "labels": "none" if not source.has_labels else "numbers" if source.label_names is None
+            else f"text, {len(source.label_names):,} distinct",
+            "stored as": f"{dtype}, about {human_bytes(source.rows * source.dim * width)}",
+            "destination": to,
+        },
+    )  # fmt: skip
+    with FeatureWriter(
+        to, source.dim, dtype, labels=source.has_labels, config=config, inputs=inputs, skip_bad=skip_bad
+    ) as writer:
+        reused = writer.finished is not None
+        if not reused:
+            with progress_bar("importing", source.rows) as bar:
+                for block in source.blocks(BLOCK_ROWS):
+                    writer.append(block.vectors, block.ids, block.labels)
+                    bar.advance(len(block.vectors))
+    features = writer.close()
+    seconds = time.monotonic() - started
+    skipped = None if reused else writer.skipped
+    summary = {
+        "uri": features.uri, "rows": features.rows, "dim": features.dim, "dtype": features.dtype,
+        "bytes": features.manifest.total_bytes, "digest": features.digest, "skipped": skipped, "reused": reused,
+        "seconds": round(seconds, 3),
+    }  # fmt: skip
+    done = "was there already, the same" if reused else f"{features.rows:,} rows in {seconds:.1f} s"
+    screen.print(f"{features.uri}: {done}" + (f", {skipped:,} bad rows left out" if skipped else ""), soft_wrap=True)
+    return summary
+
+
+def _split_condition(condition: str) -> tuple[str, str]:
+    """Split FILE.npy=VALUE into FILE.npy and =VALUE."""
+    name, ending, value = condition.partition(".npy=")
+    return (f"{name}.npy", f"={value}") if ending else (condition, "")
+
+
+def _inputs(files: dict[str, str], local: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Say where everything that was read came from, and what was in it."""
+    from lattqe.formats.fetch import file_digest
+
+    return {
+        role: {
+            "uri": uri if "://" in uri else str(Path(uri).absolute()),
+            "digest": file_digest(local[role]),
+            "kind": f"file{Path(uri).suffix.lower()}",
+        }
+        for role, uri in files.items()
+    }
+
+
+app = command(main)
+
+if __name__ == "__main__":
+    run(app)
