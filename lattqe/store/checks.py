@@ -59,7 +59,7 @@ def verify_features(features: FeatureSet, report: Report = lambda rows: None) ->
     repeated = register.duplicates(limit=1)
     if repeated:
         row = repeated[0][1]
-        number = int(np.searchsorted(features._parts.starts, row, side="right")) - 1
+        number = int(np.searchsorted(features.parts.starts, row, side="right")) - 1
         raise CorruptDataError(f"{features.uri}/{features.manifest.parts[number].name}: the id of row {row}, "
                                f"{features.ids(row, row + 1)[0]!r}, is that of row {repeated[0][0]} too")
 
@@ -99,8 +99,8 @@ def _list_faults(I: np.ndarray, D: np.ndarray, limit: int | None,  # noqa: E741
 
 def _batches(thing: StoredRows, report: Report) -> Iterator[tuple[str, int, pa.RecordBatch]]:
     """(address of the part, its first row, its rows), with the Arrow structure checked in full."""
-    names = {int(start): part.name for start, part in zip(thing._parts.starts, thing.manifest.parts)}
-    for first, batch in thing._parts.slices(0, thing.rows, keep=False):
+    names = {int(start): part.name for start, part in zip(thing.parts.starts, thing.manifest.parts)}
+    for first, batch in thing.parts.slices(0, thing.rows, keep=False):
         where = f"{thing.uri}/{names[first]}"
         try:
             batch.validate(full=True)

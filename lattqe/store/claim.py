@@ -1,15 +1,13 @@
 """Claiming a destination: `_work/plan.json` says what is being made there, so that two different makers never mix."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from lattqe import __version__
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.store.manifest import NAME, PLAN, WORK, Manifest, canonical_json, find_manifest, parse_json, plain_json
 from lattqe.store.place import MissingFileError, Place
-
-# Where the input lies does not matter, what is in it does.
-_NOT_COMPARED = {"uri"}
 
 
 def make_plan(kind: str, fields: Mapping[str, Any], config: Mapping[str, Any] | None,
@@ -27,6 +25,10 @@ def claim(place: Place, plan: dict[str, Any]) -> Manifest | None:
                               "inputs": finished.inputs}, plan, "a finished thing")
         clean_up(place)
         return finished
+    names = place.list()
+    strange = [name for name in names if not name.startswith((WORK, "."))]
+    if strange and PLAN not in names and NAME not in names:
+        raise AlreadyExistsError(f"{place.uri} holds other files ({strange[0]}): choose a destination that is empty")
     try:
         place.create(PLAN, canonical_json(plan))
     except AlreadyExistsError:
@@ -56,7 +58,9 @@ def _refuse_other(place: Place, there: dict[str, Any], plan: dict[str, Any], wha
 def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
     """What differs between two JSON values, as 'config.k: 10 there, 20 here'."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        return [line for key in sorted({*ours, *theirs} - _NOT_COMPARED)
+        # Where an input lies does not matter, what is in it does.
+        ignored = {"uri"} if path.startswith("inputs.") else set()
+        return [line for key in sorted({*ours, *theirs} - ignored)
                 for line in differences(ours.get(key), theirs.get(key), f"{path}.{key}" if path else key)]
     if ours == theirs:
         return []
@@ -87,7 +91,8 @@ def clean_up(place: Place) -> None:
     leftovers = [name for name in place.sizes() if name.startswith(WORK)]
     for name in sorted(leftovers, key=lambda name: name == PLAN):
         place.delete(name)
-    place.sweep()
+    with suppress(LattqeError):  # tidiness is no reason to fail, and may not be permitted
+        place.sweep()
 
 
 def check_inputs(inputs: Mapping[str, Mapping[str, str]] | None) -> None:

@@ -9,7 +9,9 @@ from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store.manifest import Manifest
 from lattqe.store.place import Place
 from lattqe.store.stored import StoredRows
-from lattqe.store.tables import DTYPES, column_matrix
+from lattqe.store.tables import DTYPES, check_columns, column_matrix, features_schema
+
+MAX_DIM = 1 << 20
 
 
 class FeatureSet(StoredRows):
@@ -28,9 +30,9 @@ class FeatureSet(StoredRows):
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Vectors of rows start..stop, (n, D); a read-only view where they lie in one part, else a copy."""
-        start, stop = self._parts.span(start, stop)
+        start, stop = self.parts.span(start, stop)
         out: np.ndarray | None = None
-        for row, batch in self._parts.slices(start, stop):
+        for row, batch in self.parts.slices(start, stop):
             block = column_matrix(batch.column("vector"))
             if len(block) == stop - start:
                 return block
@@ -41,9 +43,9 @@ class FeatureSet(StoredRows):
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
         """Vectors of a row list (n,) in its order, repeats allowed: (n, D)."""
-        rows = self._parts.check_rows(rows)
+        rows = self.parts.check_rows(rows)
         out = np.empty((len(rows), self.dim), self.dtype)
-        for batch, places, within in self._parts.groups(rows):
+        for batch, places, within in self.parts.groups(rows):
             out[places] = column_matrix(batch.column("vector"))[within]
         return out
 
@@ -53,7 +55,7 @@ class FeatureSet(StoredRows):
             raise LattqeError(f"a block needs at least one row, not {size}")
         pending: list[np.ndarray] = []
         start = held = 0
-        for _, batch in self._parts.slices(0, self.rows, keep=False):
+        for _, batch in self.parts.slices(0, self.rows, keep=False):
             matrix = column_matrix(batch.column("vector"))
             while len(matrix):
                 taken, matrix = matrix[:size - held], matrix[size - held:]
@@ -77,8 +79,8 @@ class FeatureSet(StoredRows):
         return self._column("label", start, stop).to_numpy().astype(np.int32, copy=False)
 
     def _column(self, name: str, start: int, stop: int | None) -> pa.ChunkedArray:
-        start, stop = self._parts.span(start, stop)
-        pieces = [batch.column(name) for _, batch in self._parts.slices(start, stop)]
+        start, stop = self.parts.span(start, stop)
+        pieces = [batch.column(name) for _, batch in self.parts.slices(start, stop)]
         kind = pa.string() if name == "id" else pa.int32()
         return pa.chunked_array(pieces, type=kind)
 
@@ -92,10 +94,9 @@ class FeatureSet(StoredRows):
 def _dimensions(manifest: Manifest, uri: str) -> tuple[int, str]:
     """Dim and dtype, sound enough that nothing is allocated on the word of a damaged manifest."""
     dim, dtype = manifest.fields.get("dim"), manifest.fields.get("dtype")
-    if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1 or dtype not in DTYPES:
+    if not isinstance(dim, int) or isinstance(dim, bool) or not 1 <= dim <= MAX_DIM or dtype not in DTYPES:
         raise CorruptDataError(f"{uri}: a feature set of dim {dim!r} and dtype {dtype!r} cannot be")
-    if not isinstance(manifest.fields.get("columns"), list):
-        raise CorruptDataError(f"{uri}: its manifest does not name the columns")
+    check_columns(manifest, features_schema(dim, dtype), uri)
     for part in manifest.parts:
         if part.rows < 1 or part.bytes < part.rows * dim * np.dtype(dtype).itemsize:
             raise CorruptDataError(f"{uri}/{part.name}: {part.bytes} bytes cannot hold {part.rows} rows of "

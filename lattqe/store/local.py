@@ -103,14 +103,17 @@ class LocalPlace(Place):
         return data
 
     def fetch(self, name: str) -> pa.Buffer:
-        """The whole file, memory-mapped."""
-        with self.open_input(name) as file:
+        """The whole file, memory-mapped; the disk is told to read ahead, for all of it is about to be checked."""
+        with self.open_input(name) as file, open(self.file(name), "rb") as advised:
+            os.posix_fadvise(advised.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
             return file.read_buffer()
 
     def open_input(self, name: str) -> pa.NativeFile:
         """A memory-mapped Arrow file."""
         path = self.file(name)
         with explained("read", path):
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "")
             if path.stat().st_size == 0:
                 return pa.BufferReader(b"")  # an empty file cannot be mapped
             return pa.memory_map(str(path), "r")
@@ -120,13 +123,18 @@ class LocalPlace(Place):
         """A file beside `path` to be written, which is gone in the end whatever happens."""
         temporary = path.with_name(f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(6)}")
         with explained("write", path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            new_folders = [folder for folder in path.parents if not folder.exists()]
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 with open(temporary, "xb") as file:
                     yield file, temporary
-            finally:
+            except BaseException:
                 with suppress(OSError):
                     temporary.unlink(missing_ok=True)
+                    for folder in new_folders:
+                        folder.rmdir()
+                raise
+            temporary.unlink(missing_ok=True)
 
     def write(self, name: str, data: Bytes) -> None:
         """Replace the file in one step."""
@@ -146,8 +154,9 @@ class LocalPlace(Place):
     def create(self, name: str, data: Bytes) -> None:
         """Link a complete file to a name that must be free: linking is exclusive, renaming is not."""
         path = self.file(name)
-        if path.exists():
-            raise AlreadyExistsError(f"{path} exists already")
+        with explained("write", path):
+            if path.exists():
+                raise AlreadyExistsError(f"{path} exists already")
         with self._temporary(path) as (file, temporary):
             file.write(memoryview(data))
             _settle(file)

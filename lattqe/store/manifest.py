@@ -97,7 +97,11 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         raise LattqeError(f"{where} has format version {version}, this lattqe {__version__} reads up to "
                           f"{FORMAT_VERSION}: install a newer lattqe")
     stated = body.pop("checksum", None)
-    if stated != _checksum(body):
+    try:
+        sound = stated == _checksum(body)
+    except ValueError:  # a number such as 1e999 is read as infinity
+        sound = False
+    if not sound:
         raise CorruptDataError(f"{where} does not match its own checksum: it was damaged or edited by hand")
     expected = {"format", "format_version", "kind", "rows", "fields", "parts", "config", "inputs", "code_version",
                 "digest"}
@@ -172,9 +176,7 @@ def read_manifest(place: Place, kind: str | None = None) -> Manifest:
     if manifest is None:
         if place.exists(PLAN):
             raise LattqeError(f"{place.uri} is not finished: run the command that was writing it again")
-        if not place.sizes():
-            raise LattqeError(f"there is nothing at {place.uri}")
-        raise LattqeError(f"{place.uri} has no {NAME}: it is not a finished lattqe thing")
+        raise LattqeError(f"there is no finished thing at {place.uri} (no {NAME} there)")
     if kind is not None and manifest.kind != kind:
         raise LattqeError(f"{place.uri} is {describe_kind(manifest.kind)}, but {describe_kind(kind)} is needed here")
     return manifest

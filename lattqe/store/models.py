@@ -23,7 +23,8 @@ def save_model(uri: str, tensors: Mapping[str, np.ndarray], config: Mapping[str,
     if not tensors:
         raise LattqeError(f"a model without tensors cannot be stored at {uri}")
     check_inputs(inputs)
-    arrays = {name: np.ascontiguousarray(array) for name, array in sorted(tensors.items())}
+    # Not `ascontiguousarray`: it would turn a scalar into a vector of one.
+    arrays = {name: np.asarray(array, order="C") for name, array in sorted(tensors.items())}
     for name, array in arrays.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise LattqeError(f"tensor {name!r} holds NaN or infinity: such a model is not stored")

@@ -6,10 +6,12 @@ import numpy as np
 import pyarrow as pa
 
 from lattqe.errors import CorruptDataError, LattqeError
-from lattqe.store.manifest import Manifest
+from lattqe.store.manifest import Manifest, describe_kind
 from lattqe.store.place import Place
 from lattqe.store.stored import StoredRows
-from lattqe.store.tables import column_matrix
+from lattqe.store.tables import check_columns, column_matrix, schema_of
+
+MAX_K = 1 << 24
 
 
 class NeighborGraph(StoredRows):
@@ -23,8 +25,8 @@ class NeighborGraph(StoredRows):
 
     def read(self, start: int = 0, stop: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """(I (n, k) int32, D (n, k) float32) of rows start..stop; read-only views where they lie in one part."""
-        start, stop = self._parts.span(start, stop)
-        pieces = [_lists(batch) for _, batch in self._parts.slices(start, stop)]
+        start, stop = self.parts.span(start, stop)
+        pieces = [_lists(batch) for _, batch in self.parts.slices(start, stop)]
         if len(pieces) == 1:
             return pieces[0]
         if not pieces:
@@ -33,10 +35,10 @@ class NeighborGraph(StoredRows):
 
     def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(I, D) of a row list (n,) in its order, repeats allowed."""
-        rows = self._parts.check_rows(rows)
+        rows = self.parts.check_rows(rows)
         I = np.empty((len(rows), self.k), np.int32)  # noqa: E741
         D = np.empty((len(rows), self.k), np.float32)
-        for batch, places, within in self._parts.groups(rows):
+        for batch, places, within in self.parts.groups(rows):
             neighbors, scores = _lists(batch)
             I[places], D[places] = neighbors[within], scores[within]
         return I, D
@@ -62,8 +64,8 @@ class Ranks(NeighborGraph):
 
     def ids(self, start: int = 0, stop: int | None = None) -> list[str]:
         """Ids of the queries of rows start..stop."""
-        start, stop = self._parts.span(start, stop)
-        return [name for _, batch in self._parts.slices(start, stop) for name in batch.column("id").to_pylist()]
+        start, stop = self.parts.span(start, stop)
+        return [name for _, batch in self.parts.slices(start, stop) for name in batch.column("id").to_pylist()]
 
 
 def _lists(batch: pa.RecordBatch) -> tuple[np.ndarray, np.ndarray]:
@@ -72,8 +74,9 @@ def _lists(batch: pa.RecordBatch) -> tuple[np.ndarray, np.ndarray]:
 
 def _list_length(manifest: Manifest, uri: str) -> int:
     k = manifest.fields.get("k")
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1 or not isinstance(manifest.fields.get("columns"), list):
-        raise CorruptDataError(f"{uri}: a {manifest.kind} of k {k!r} cannot be")
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_K:
+        raise CorruptDataError(f"{uri}: {describe_kind(manifest.kind)} with k = {k!r} cannot be")
+    check_columns(manifest, schema_of(manifest.kind, {"k": k}), uri)
     for part in manifest.parts:
         if part.rows < 1 or part.bytes < part.rows * k * 8:
             raise CorruptDataError(f"{uri}/{part.name}: {part.bytes} bytes cannot hold {part.rows} × {k} neighbors")

@@ -100,16 +100,23 @@ class Parts:
         if start == stop:
             return
         first, last = (int(np.searchsorted(self.starts, row, side="right")) - 1 for row in (start, stop - 1))
+        for number, batch in enumerate(self._ahead(first, last, keep), first):
+            begin = int(self.starts[number])
+            low, high = max(start, begin), min(stop, begin + batch.num_rows)
+            yield low, batch.slice(low - begin, high - low)
+
+    def _ahead(self, first: int, last: int, keep: bool) -> Iterator[pa.RecordBatch]:
+        """Parts first..last, each loaded and checked by a thread while the one before is in use."""
+        if first == last:
+            yield self.batch(first, keep)
+            return
         with ThreadPoolExecutor(1) as pool:
             coming = pool.submit(self.batch, first, keep)
-            for number in range(first, last + 1):
+            for number in range(first + 1, last + 1):
                 batch = coming.result()
-                if number < last:
-                    coming = pool.submit(self.batch, number + 1, keep)
-                begin = int(self.starts[number])
-                low, high = max(start, begin), min(stop, begin + batch.num_rows)
-                yield low, batch.slice(low - begin, high - low)
-                del batch
+                coming = pool.submit(self.batch, number, keep)
+                yield batch
+            yield coming.result()
 
     def groups(self, rows: np.ndarray) -> Iterator[tuple[pa.RecordBatch, np.ndarray, np.ndarray]]:
         """For a row list, part by part: the batch, the positions within `rows` (m,), the rows within the batch (m,)."""

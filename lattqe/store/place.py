@@ -126,6 +126,9 @@ def open_place(uri: str) -> Place:
     from lattqe.store.s3 import S3Place
 
     uri = str(uri)
+    if uri.startswith("s3://") and ("@" in uri.split("/")[2] or "?" in uri):  # other tools allow this: never show it
+        raise LattqeError("an s3:// address holds no credentials and no options: use s3://bucket/prefix, and set "
+                          "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL")
     if "://" not in uri:
         if not uri.strip() or not uri.isprintable():
             raise LattqeError(f"{uri!r} is no place: give a folder, file:///folder or s3://bucket/prefix")

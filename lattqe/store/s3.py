@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import numpy as np
 import pyarrow as pa
 from botocore.exceptions import ClientError
 
 from lattqe.errors import AlreadyExistsError, LattqeError
+from lattqe.store.local import explained
 from lattqe.store.place import Bytes, Place, check_name
 from lattqe.store.s3_client import clients
 from lattqe.store.s3_errors import TransientError, retrying
@@ -141,13 +144,12 @@ class S3Place(Place):
     @contextmanager
     def open_output(self, name: str) -> Iterator[BinaryIO]:
         """A local temporary file that goes up on a clean exit, in pieces where it is large."""
-        with tempfile.TemporaryFile() as file:
+        def attempt() -> None:
+            file.seek(0)
+            clients().boto.upload_fileobj(_Unclosable(file), self.bucket, self._key(name))
+
+        with explained("write to", Path(tempfile.gettempdir())), tempfile.TemporaryFile() as file:
             yield file
-
-            def attempt() -> None:
-                file.seek(0)
-                clients().boto.upload_fileobj(_Unclosable(file), self.bucket, self._key(name))
-
             file.flush()
             self._try("write", name, attempt)
 
@@ -190,14 +192,14 @@ def _read_whole(file: pa.NativeFile) -> pa.Buffer:
     if size <= RANGE_BYTES:
         return file.read_buffer(size)
     whole = pa.allocate_buffer(size)
-    target = memoryview(whole)
+    target = np.frombuffer(whole, np.uint8)
 
     def read(offset: int) -> None:
         length = min(RANGE_BYTES, size - offset)
         data = file.read_at(length, offset)
         if len(data) != length:
             raise OSError("the object changed its size while it was read")
-        target[offset:offset + length] = data
+        target[offset:offset + length] = np.frombuffer(data, np.uint8)
 
     with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         for _ in pool.map(read, range(0, size, RANGE_BYTES)):

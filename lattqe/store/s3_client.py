@@ -10,6 +10,8 @@ import boto3
 from botocore.config import Config
 from pyarrow import fs
 
+from lattqe.errors import LattqeError
+
 # What decides where requests go and as whom: a change of any of these makes new clients.
 SETTINGS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_REGION",
             "AWS_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
@@ -27,7 +29,10 @@ class Clients:
         # Attempts are ours alone: an attempt that boto3 repeats in silence could meet its own conditional PUT.
         config = Config(retries={"total_max_attempts": 1}, connect_timeout=CONNECT_SECONDS,
                         read_timeout=ANSWER_SECONDS, max_pool_connections=32)
-        self.boto: Any = session.client("s3", region_name=self._region, config=config)
+        try:
+            self.boto: Any = session.client("s3", region_name=self._region, config=config)
+        except ValueError as error:
+            raise LattqeError("AWS_ENDPOINT_URL is not an address such as http://127.0.0.1:8333") from error
         self._lock = threading.Lock()
         self._arrow: tuple[tuple[str | None, ...], fs.S3FileSystem] | None = None
 
@@ -49,7 +54,8 @@ class Clients:
         override = {"endpoint_override": endpoint.netloc, "scheme": endpoint.scheme} if own_server else {}
         return fs.S3FileSystem(
             access_key=access_key, secret_key=secret_key, session_token=token, region=self._region,
-            connect_timeout=CONNECT_SECONDS, tls_ca_file_path=os.environ.get("AWS_CA_BUNDLE"),
+            connect_timeout=CONNECT_SECONDS, request_timeout=ANSWER_SECONDS,
+            tls_ca_file_path=os.environ.get("AWS_CA_BUNDLE"),
             retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1), **override)
 
 

@@ -1,5 +1,6 @@
 """What an S3 error means: try again, or tell the user in one line. No message ever holds a credential."""
 
+import logging
 import os
 import random
 import time
@@ -12,6 +13,7 @@ from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.store.place import MissingFileError, UnavailableError
 
 T = TypeVar("T")
+logger = logging.getLogger("lattqe.store")
 
 BAD_CREDENTIALS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "AuthFailure",
                    "TokenRefreshRequired", "AuthorizationHeaderMalformed"}
@@ -19,6 +21,10 @@ TRANSIENT = {"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "Throttl
              "TooManyRequestsException", "RequestTimeout", "InternalError", "ServiceUnavailable", "ServerBusy",
              "OperationAborted", "ConditionalRequestConflict", "BadDigest", "IncompleteBody"}
 TRANSIENT_STATUS = {408, 409, 429, 500, 502, 503, 504}
+
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
+PAUSE_TOLD = FIRST_PAUSE * 2**4  # a hiccup is nobody's business, a silence of some seconds is
 
 
 class TransientError(Exception):
@@ -38,9 +44,9 @@ def retry_seconds() -> float:
 
 
 def retrying(action: str, uri: str, attempt: Callable[[], T]) -> T:
-    """Call `attempt` until it succeeds, fails for good, or the time is over; backoff doubles, with full jitter."""
+    """Call `attempt` until it succeeds, fails for good, or the time is over; backoff doubles, with jitter."""
     deadline = time.monotonic() + retry_seconds()
-    pause = 0.1
+    pause = FIRST_PAUSE
     while True:
         try:
             return attempt()
@@ -53,8 +59,10 @@ def retrying(action: str, uri: str, attempt: Callable[[], T]) -> T:
                 raise UnavailableError(
                     f"cannot {action} {uri}: {reason}; gave up after {retry_seconds():.0f} s "
                     "(LATTQE_S3_RETRY_SECONDS): run the same command again when the storage answers") from error
+            if pause == PAUSE_TOLD:
+                logger.warning("cannot %s %s: %s; trying for another %.0f s", action, uri, reason, left)
             time.sleep(min(random.uniform(0.5, 1.0) * pause, left))
-            pause = min(pause * 2, 5.0)
+            pause = min(pause * 2, LONGEST_PAUSE)
 
 
 def explain(action: str, uri: str, error: Exception) -> str:
@@ -65,7 +73,7 @@ def explain(action: str, uri: str, error: Exception) -> str:
         raise LattqeError(f"cannot {action} {uri}: no S3 credentials were found: set AWS_ACCESS_KEY_ID and "
                           "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE") from error
     if isinstance(error, boto.ProfileNotFound | boto.ConfigParseError | boto.ParamValidationError
-                  | boto.InvalidRegionError | boto.NoRegionError | ValueError):
+                  | boto.InvalidRegionError | boto.NoRegionError):
         raise LattqeError(f"cannot {action} {uri}: {_one_line(error)}") from error
     if isinstance(error, boto.EndpointConnectionError | boto.ConnectTimeoutError | ConnectionRefusedError):
         return "the S3 server cannot be reached (AWS_ENDPOINT_URL)"

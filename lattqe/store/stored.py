@@ -16,7 +16,7 @@ class StoredRows:
 
     def __init__(self, place: Place, manifest: Manifest, cache: str | None = None) -> None:
         self.place, self.manifest, self.uri = place, manifest, place.uri
-        self._parts = Parts(place, manifest, cache)
+        self.parts = Parts(place, manifest, cache)
 
     @classmethod
     def open(cls, uri: str, cache: str | None = None) -> Self:
@@ -45,7 +45,7 @@ class StoredRows:
 
     def table(self, start: int = 0, stop: int | None = None) -> pa.Table:
         """All columns of rows start..stop."""
-        start, stop = self._parts.span(start, stop)
+        start, stop = self.parts.span(start, stop)
         if start == stop:
-            return pa.Table.from_batches([self._parts.batch(0).slice(0, 0)])
-        return pa.Table.from_batches([batch for _, batch in self._parts.slices(start, stop)])
+            return pa.Table.from_batches([self.parts.batch(0).slice(0, 0)])
+        return pa.Table.from_batches([batch for _, batch in self.parts.slices(start, stop)])

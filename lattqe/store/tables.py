@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from lattqe.errors import CorruptDataError, LattqeError
+from lattqe.store.manifest import Manifest, describe_kind
 
 DTYPES = {"float16": pa.float16(), "float32": pa.float32()}
 DEFAULT_PART_BYTES = 64 << 20
@@ -76,6 +77,18 @@ def schema_columns(schema: pa.Schema) -> list[dict[str, str]]:
     return [{"name": column.name, "type": str(column.type)} for column in schema]
 
 
+def check_columns(manifest: Manifest, schema: pa.Schema, uri: str) -> None:
+    """A thing has at least the columns of its kind, in their order; CorruptDataError otherwise."""
+    columns, needed = manifest.fields.get("columns"), schema_columns(schema)
+    if not isinstance(columns, list) or columns[:len(needed)] != needed or not all(map(_is_column, columns)):
+        raise CorruptDataError(f"{uri}: the columns in its manifest are not those of {describe_kind(manifest.kind)}")
+
+
+def _is_column(entry: Any) -> bool:
+    return (isinstance(entry, dict) and set(entry) == {"name", "type"}
+            and all(isinstance(text, str) for text in entry.values()))
+
+
 def matrix_column(matrix: np.ndarray) -> pa.FixedSizeListArray:
     """An (n, d) array as a column of n lists, without a copy where it is contiguous."""
     flat = np.ascontiguousarray(matrix).reshape(-1)
@@ -94,7 +107,7 @@ def features_table(ids: Sequence[str] | pa.Array, vectors: np.ndarray, labels: n
     extra = dict(extra or {})
     columns = [_as_column(pa.array(ids, pa.string())), matrix_column(vectors)]
     if labels is not None:
-        columns.append(_as_column(pa.array(np.asarray(labels, dtype=np.int32))))
+        columns.append(pa.array(_as_labels(labels)))
     more = {name: _as_column(values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values))
             for name, values in extra.items()}
     schema = features_schema(vectors.shape[1], vectors.dtype.name, labels is not None,
@@ -114,6 +127,14 @@ def ranks_table(ids: Sequence[str] | pa.Array, I: np.ndarray, D: np.ndarray) -> 
     return _table([_as_column(pa.array(ids, pa.string())), *lists.columns], ranks_schema(I.shape[1]))
 
 
+def _as_labels(labels: np.ndarray) -> np.ndarray:
+    labels = np.asarray(labels)
+    if labels.dtype.kind not in "iu" or (labels.size and not -2**31 <= labels.min() <= labels.max() < 2**31):
+        raise LattqeError(f"labels are whole numbers of 32 bits, not {labels.dtype} "
+                          f"(first: {labels.reshape(-1)[:1].tolist()})")
+    return labels.reshape(-1).astype(np.int32)
+
+
 def _as_column(values: pa.Array | pa.ChunkedArray) -> pa.Array:
     return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
 
@@ -129,9 +150,9 @@ def encode_part(table: pa.Table, schema: pa.Schema) -> pa.Buffer:
     """The bytes of a part: the same for the same rows, however the table was chunked or sliced."""
     if table.column_names != schema.names:
         raise LattqeError(f"columns are {table.column_names}, {schema.names} were announced")
-    for column in table.columns:
-        if column.null_count:
-            raise LattqeError("stored columns have no missing values, but one was given")
+    for column, values in zip(schema, table.columns):
+        if values.null_count and not column.nullable:
+            raise LattqeError(f"column {column.name!r} has missing values: it must not")
     table = table.cast(schema).combine_chunks()
     batches = table.to_batches()
     if len(batches) != 1:

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.store.claim import check_inputs, claim, make_plan, publish_manifest
-from lattqe.store.features import FeatureSet
+from lattqe.store.features import MAX_DIM, FeatureSet
 from lattqe.store.manifest import PLAN, Manifest, Part
 from lattqe.store.normalise import NORM_TOLERANCE, as_matrix, normalised, norms
 from lattqe.store.parts import checksum
@@ -27,7 +27,8 @@ from lattqe.store.tables import (
 )
 from lattqe.store.unique import IdRegister
 
-MAX_DIM = 1 << 20
+# Values converted in one go: what the writer needs does not depend on how much comes at once.
+APPEND_VALUES = 4 << 20
 
 
 class FeatureWriter:
@@ -47,8 +48,10 @@ class FeatureWriter:
         if part_bytes < 1:
             raise LattqeError(f"parts of {part_bytes} bytes cannot be written")
         check_inputs(inputs)
-        self.dim, self.dtype, self.rows, self.skipped = dim, check_dtype(dtype), 0, 0
+        self.dim, self.dtype = dim, check_dtype(dtype)
+        self.seen = self.rows = self.skipped = 0  # rows that came, were kept, were left out
         self._labels, self._normalise, self._skip_bad, self._part_bytes = labels, normalise, skip_bad, part_bytes
+        self._extra = {column.name for column in extra}
         self._schema = features_schema(dim, self.dtype, labels, extra)
         self._fields = {"dim": dim, "dtype": self.dtype, "columns": schema_columns(self._schema)}
         self._plan = make_plan("features", self._fields, config, inputs, None)
@@ -68,28 +71,37 @@ class FeatureWriter:
         if self.finished is not None:
             raise AlreadyExistsError(f"{self.uri} is finished already: choose another destination or delete it")
         vectors = as_matrix(vectors, self.dim)
-        if len(ids) != len(vectors) or (labels is not None) != self._labels:
-            raise LattqeError(f"{len(vectors)} vectors came with {len(ids)} ids and "
-                              f"{'labels' if labels is not None else 'no labels'}")
-        if not len(vectors):
-            return
+        if len(ids) != len(vectors) or (labels is not None) != self._labels or set(extra or {}) != self._extra:
+            given = ["labels"] * (labels is not None) + sorted(extra or {})
+            raise LattqeError(f"{len(vectors)} vectors came with {len(ids)} ids and the columns {given}; "
+                              f"announced were {self._schema.names[2:]}")
+        step = max(1, APPEND_VALUES // self.dim)
+        for start in range(0, len(vectors), step):
+            rows = slice(start, start + step)
+            self._append(vectors[rows], ids[rows], None if labels is None else labels[rows],
+                         {name: values[rows] for name, values in (extra or {}).items()})
+
+    def _append(self, vectors: np.ndarray, ids: Sequence[str], labels: np.ndarray | None,
+                extra: Mapping[str, Any]) -> None:
         stored, good = self._prepare(vectors)
-        table = features_table(_id_column(ids, self.rows), stored, labels, extra)
+        table = features_table(_id_column(ids, self.seen), stored, labels, extra).cast(self._schema)
         if not good.all():
             table = self._drop(table, vectors, good)
+        self.seen += len(vectors)
+        self.rows += table.num_rows
         if table.num_rows:
             self._ids.add(table.column("id"))
-            self.rows += table.num_rows
-            self._hold(table.cast(self._schema))
+            self._hold(table)
 
     def _prepare(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The vectors as they are stored, and which of them are fit to be (n,)."""
         if self._normalise:
             return normalised(vectors, self.dtype)
         lengths = norms(vectors)
         good = np.isfinite(lengths) & (lengths > 0)
         off = np.flatnonzero(good & (np.abs(lengths - 1) > NORM_TOLERANCE[self.dtype]))
         if len(off):
-            raise LattqeError(f"row {self.rows + off[0]} has norm {lengths[off[0]]:.6g}, not 1: let it be normalised")
+            raise LattqeError(f"row {self.seen + off[0]} has norm {lengths[off[0]]:.6g}, not 1: let it be normalised")
         with np.errstate(over="ignore"):
             return vectors.astype(self.dtype), good
 
@@ -97,7 +109,7 @@ class FeatureWriter:
         if not self._skip_bad:
             row = int(np.flatnonzero(~good)[0])
             what = "is all zeros" if np.isfinite(vectors[row]).all() else "holds NaN or infinity"
-            raise LattqeError(f"the vector of id {table.column('id')[row].as_py()!r} (row {self.rows + row}) {what}: "
+            raise LattqeError(f"the vector of id {table.column('id')[row].as_py()!r} (row {self.seen + row}) {what}: "
                               "mend the source, or leave such rows out with --skip-bad")
         self.skipped += int((~good).sum())
         return table.filter(pa.array(good))
@@ -204,7 +216,7 @@ def _id_column(ids: Sequence[str], first_row: int) -> pa.Array:
 
 
 def _bytes_of_rows(table: pa.Table) -> np.ndarray:
-    """Bytes that each row (n,) will need in a part."""
+    """Bytes that each row (n,) will need in a part; nested columns, which are rare, are not counted."""
     needs = np.zeros(table.num_rows, np.int64)
     for column in table.columns:
         kind = column.type
@@ -212,6 +224,6 @@ def _bytes_of_rows(table: pa.Table) -> np.ndarray:
             needs += 4 + pc.fill_null(pc.binary_length(column), 0).to_numpy()
         elif pa.types.is_fixed_size_list(kind):
             needs += kind.list_size * kind.value_type.bit_width // 8
-        else:
-            needs += getattr(kind, "bit_width", 64) // 8
+        elif pa.types.is_primitive(kind):
+            needs += kind.bit_width // 8
     return needs
