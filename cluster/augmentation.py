@@ -17,14 +17,18 @@ import ray
 import xxhash
 
 from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
-from lattqe.errors import LattqeError
-from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, Pending
+from cluster.session import gpus_available
+from lattqe.augmentation import describe
+from lattqe.errors import CorruptDataError, LattqeError
+from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, Pending, Place
 from lattqe.store.tables import matrix_column
 
 # Rows a worker expands between two looks at the queue: seconds at 128-D, some minutes at 2048-D on one CPU core.
 BLOCK_ROWS = 2048
 PIECES = "_work/pieces/"
 DIGEST_BYTES = 16
+
+REUSABLE = "_work/reusable.bin"
 
 # A block is (part, start, stop) in row numbers; the assembling of a part is (part,).
 Item = tuple[int, ...]
@@ -43,6 +47,7 @@ class Augmentation:
     cache: str | None = None  # node-local folder that keeps remote rows
     threads: int = 1
     block_rows: int = BLOCK_ROWS
+    previous: str | None = None  # an index whose rows may be taken over, where `write_reusable` said so
 
 
 def part_spans(part_rows: list[int]) -> list[tuple[int, int]]:
@@ -75,27 +80,42 @@ class AugmentWorker:
         self.graph = NeighborGraph.open(task.graph, cache=task.cache)
         self.pending = Pending.attach(task.to)
         self.method = create(task.method, **task.params)
+        self.previous = FeatureSet.open(task.previous, cache=task.cache) if task.previous else None
+        self.reusable = read_reusable(self.pending.place) if task.previous else None
         self.seconds = {"reading": 0.0, "expanding": 0.0, "writing": 0.0}
+        self.expanded = 0
 
     def run(self, item: Item) -> dict[str, Any]:
         """Compute one block, or assemble one part."""
-        before = dict(self.seconds)
+        before, expanded = dict(self.seconds), self.expanded
         if len(item) == 3:
             self.write_piece(item[1], self.expand(item[1], item[2]))
         else:
             self.assemble(item[0])
         spent = {name: total - before[name] for name, total in self.seconds.items()}
-        return {"seconds": spent, "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"seconds": spent, "peak_bytes": peak, "expanded": self.expanded - expanded}
 
     def expand(self, start: int, stop: int) -> np.ndarray:
-        """Expanded vectors (n, D) of rows start..stop, rounded to the stored dtype."""
+        """Vectors (n, D) of rows start..stop in the stored dtype: expanded, or taken over from the previous index."""
+        if self.previous is None or self.reusable is None:
+            return self.expand_rows(np.arange(start, stop))
+        taken = self.reusable[start:stop]
+        out = np.empty((stop - start, self.features.dim), self.features.dtype)
+        out[taken >= 0] = self.previous.gather(taken[taken >= 0])
+        out[taken < 0] = self.expand_rows(start + np.flatnonzero(taken < 0))
+        return out
+
+    def expand_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Expanded vectors of some rows (n,), rounded to the stored dtype."""
         from lattqe.expansion.rows import expand_rows
 
         with self.timed("reading"):
-            I, D = self.graph.read(start, stop)  # noqa: E741
+            I, D = self.graph.gather(rows)  # noqa: E741
             I, D = I[:, :self.task.k], D[:, :self.task.k]  # noqa: E741
-            x = self.features.read(start, stop)
+            x = self.features.gather(rows)
             negatives = self.lowest(x) if self.method.negatives else None
+        self.expanded += len(rows)
         with self.timed("expanding"):
             return expand_rows(self.method, x, I, D, self.features.gather, negatives).astype(self.features.dtype)
 
@@ -143,6 +163,20 @@ class AugmentWorker:
         return _Stopwatch(self.seconds, name)
 
 
+def write_reusable(place: Place, reusable: np.ndarray) -> None:
+    """Say for each row (n,) which row of the previous index it may be taken from, -1: expand it."""
+    data = reusable.astype("<i8").tobytes()
+    place.write(REUSABLE, xxhash.xxh3_128_digest(data) + data)
+
+
+def read_reusable(place: Place) -> np.ndarray:
+    """What `write_reusable` wrote, (n,) int64."""
+    data = place.read(REUSABLE)
+    if data[:DIGEST_BYTES] != xxhash.xxh3_128_digest(data[DIGEST_BYTES:]):
+        raise CorruptDataError(f"{place.uri}/{REUSABLE} is damaged: run the same command again")
+    return np.frombuffer(data, "<i8", offset=DIGEST_BYTES)
+
+
 class _Stopwatch:
     """Nested bodies count for the inner one only."""
 
@@ -164,6 +198,16 @@ class AugmentSummary:
     blocks: BlockSummary
     seconds: dict[str, float]
     peak_bytes: int
+    expanded: int  # rows that went through the method; the others were taken over
+
+
+def begin_index(task: Augmentation, inputs: dict[str, dict[str, str]]) -> Pending:
+    """Claim the destination of an index of the rows of `task.features`, or join an earlier run of the same task."""
+    features = FeatureSet.open(task.features)
+    fields = {name: features.manifest.fields[name] for name in ("dim", "dtype")}
+    part_rows = [part.rows for part in features.manifest.parts]
+    return Pending.begin(task.to, "features", fields, part_rows, schema=features.table(0, 1).schema,
+                         config=describe(task.method, task.k, task.params), inputs=inputs)
 
 
 def items_to_do(pending: Pending, block_rows: int) -> tuple[list[Item], dict[int, set[int]]]:
@@ -189,12 +233,13 @@ def run_augmentation(task: Augmentation, workers: int, on_rows: Callable[[int], 
     pending = Pending.attach(task.to)
     items, waiting = items_to_do(pending, task.block_rows)
     seconds: dict[str, float] = {}
-    peak = 0
+    peak = expanded = 0
     actor_class = ray.remote(**(resources or {"num_cpus": 1}))(AugmentWorker)
 
     def on_done(item: Item, result: dict[str, Any]) -> list[Item]:
-        nonlocal peak
+        nonlocal peak, expanded
         peak = max(peak, result["peak_bytes"])
+        expanded += result["expanded"]
         for name, spent in result["seconds"].items():
             seconds[name] = seconds.get(name, 0.0) + spent
         if len(item) == 1:
@@ -209,13 +254,17 @@ def run_augmentation(task: Augmentation, workers: int, on_rows: Callable[[int], 
     # A spread strategy uses every node's cores and disks before doubling up on one.
     summary = run_blocks(lambda _: actor_class.options(scheduling_strategy="SPREAD").remote(task), workers, items,
                          on_done=on_done, policy=policy)
-    return AugmentSummary(summary, seconds, peak)
+    return AugmentSummary(summary, seconds, peak, expanded)
+
+
+def worker_resources() -> dict[str, float]:
+    """What one worker asks Ray for: a GPU and a core where the cluster has GPUs, else a core."""
+    return {"num_cpus": 1, "num_gpus": 1} if gpus_available() else {"num_cpus": 1}
 
 
 def default_workers() -> int:
     """One worker for each GPU, or for each CPU where there are none."""
-    resources = ray.cluster_resources()
-    count = int(resources.get("GPU", 0)) or int(resources.get("CPU", 0))
+    count = gpus_available() or int(ray.cluster_resources().get("CPU", 0))
     if count < 1:
         raise LattqeError("the Ray cluster has neither CPUs nor GPUs free for work: add a worker node")
     return count

@@ -1,0 +1,31 @@
+"""Which rows of an index stay as they are when its database grows or shrinks."""
+
+import numpy as np
+
+from lattqe.store import NeighborGraph
+
+BLOCK = 65536
+LEFT = -2  # in renumbered lists: a neighbor that is no longer there
+
+
+def renumbered(I: np.ndarray, kept: np.ndarray, old_rows: int) -> np.ndarray:  # noqa: E741
+    """Lists I (n, k) of old row numbers in the new numbering: `LEFT` for rows that went, -1 stays."""
+    number = np.full(old_rows, LEFT, dtype=np.int32)
+    number[kept] = np.arange(len(kept), dtype=np.int32)
+    return np.where(I < 0, -1, number[np.maximum(I, 0)]).astype(np.int32)
+
+
+def reusable_rows(old: NeighborGraph, new: NeighborGraph, kept: np.ndarray, k: int) -> np.ndarray:
+    """For each row of the new graph the old row whose vector is the same, or -1: (new.rows,) int64.
+
+    A row's vector depends on itself and on its first k neighbors, all of them original vectors that never change; so
+    it stays where the list of those is the same rows in the same order.
+    """
+    reusable = np.full(new.rows, -1, dtype=np.int64)
+    for start in range(0, len(kept), BLOCK):
+        rows = kept[start:start + BLOCK]
+        before = renumbered(old.gather(rows)[0][:, :k], kept, old.rows)
+        after = new.read(start, start + len(rows))[0][:, :k]
+        same = (before == after).all(axis=1)
+        reusable[start:start + len(rows)] = np.where(same, rows, -1)
+    return reusable
