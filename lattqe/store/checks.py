@@ -99,9 +99,9 @@ def _list_faults(I: np.ndarray, D: np.ndarray, limit: int | None,  # noqa: E741
 
 def _batches(thing: StoredRows, report: Report) -> Iterator[tuple[str, int, pa.RecordBatch]]:
     """(address of the part, its first row, its rows), with the Arrow structure checked in full."""
-    names = {int(start): part.name for start, part in zip(thing.parts.starts, thing.manifest.parts)}
-    for first, batch in thing.parts.slices(0, thing.rows, keep=False):
-        where = f"{thing.uri}/{names[first]}"
+    slices = thing.parts.slices(0, thing.rows, keep=False)
+    for part, (first, batch) in zip(thing.manifest.parts, slices):
+        where = f"{thing.uri}/{part.name}"
         try:
             batch.validate(full=True)
         except pa.ArrowException as error:
@@ -109,7 +109,7 @@ def _batches(thing: StoredRows, report: Report) -> Iterator[tuple[str, int, pa.R
         if any(column.null_count for column in batch.columns[:2]):
             raise CorruptDataError(f"{where} has missing values")
         yield where, first, batch
-        report(batch.nbytes)
+        report(part.bytes)
 
 
 def _check_ids(ids: pa.Array, where: str, first: int) -> None:

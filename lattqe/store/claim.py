@@ -26,7 +26,7 @@ def claim(place: Place, plan: dict[str, Any]) -> Manifest | None:
         clean_up(place)
         return finished
     names = place.list()
-    strange = [name for name in names if not name.startswith((WORK, "."))]
+    strange = [name for name in names if "/" not in name and not name.startswith(".")]
     if strange and PLAN not in names and NAME not in names:
         raise AlreadyExistsError(f"{place.uri} holds other files ({strange[0]}): choose a destination that is empty")
     try:

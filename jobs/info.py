@@ -1,0 +1,100 @@
+"""Say what a stored thing is, what is in it, and what made it."""
+
+import json as json_text
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from jobs.console import command, human_bytes, print_json, run, show_table
+
+SAMPLE_ROWS = 3
+SHOWN_VALUES = 4
+
+
+def main(
+    uri: Annotated[str, typer.Argument(help="A feature set, neighbor graph, list of ranks or model.")],
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Say what a stored thing is, what is in it, and what made it."""
+    from lattqe.store.thing import open_thing
+
+    facts = describe(open_thing(uri))
+    if json:
+        print_json(facts)
+        return
+    show_table(escape(facts["uri"]), {escape(name): escape(text) for name, text in _lines(facts).items()})
+
+
+def describe(thing: Any) -> dict[str, Any]:
+    """All that `info` tells, ready for JSON."""
+    manifest = thing.manifest
+    return {
+        "uri": thing.place.uri, "kind": manifest.kind, "rows": manifest.rows, "bytes": manifest.total_bytes,
+        "parts": len(manifest.parts), "fields": manifest.fields, "digest": manifest.digest,
+        "format_version": manifest.format_version, "code_version": manifest.code_version, "config": manifest.config,
+        "inputs": manifest.inputs, "sample": sample(thing),
+    }
+
+
+def sample(thing: Any) -> list[dict[str, Any]]:
+    """The first few rows; of a model its metrics."""
+    from lattqe.store import load_model
+    from lattqe.store.stored import StoredRows
+
+    if isinstance(thing, StoredRows):
+        rows = thing.table(0, min(SAMPLE_ROWS, thing.rows)).to_pylist()
+        return [{name: _shortened(value) for name, value in row.items()} for row in rows]
+    if thing.manifest.kind == "model":
+        return [load_model(thing.place.uri)[2]]
+    return []
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, list):
+        return [round(item, 5) if isinstance(item, float) else item for item in value[:SHOWN_VALUES]]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _lines(facts: dict[str, Any]) -> dict[str, str]:
+    """The facts as lines for people."""
+    from lattqe.store.manifest import describe_kind
+
+    fields = facts["fields"]
+    lines = {"what": describe_kind(facts["kind"])}
+    if facts["kind"] == "features":
+        lines["rows × dimensions"] = f"{facts['rows']:,} × {fields['dim']} {fields['dtype']}"
+    elif "k" in fields:
+        lines["rows × neighbors"] = f"{facts['rows']:,} × {fields['k']}"
+    elif facts["rows"]:
+        lines["rows"] = f"{facts['rows']:,}"
+    if "tensors" in fields:
+        lines["tensors"] = f"{len(fields['tensors'])}, {_parameters(fields['tensors']):,} parameters"
+    if "columns" in fields:
+        lines["columns"] = ", ".join(f"{column['name']}: {column['type']}" for column in fields["columns"])
+    lines |= {"bytes": f"{human_bytes(facts['bytes'])} in {facts['parts']} parts", "digest": facts["digest"],
+              "made by": f"lattqe {facts['code_version']}"}
+    lines |= {f"with {name}": _compact(value) for name, value in facts["config"].items()}
+    lines |= {f"from {name}": f"{entry.get('uri')} ({entry.get('kind')}, digest {entry.get('digest')})"
+              for name, entry in facts["inputs"].items()}
+    what = "metrics" if facts["kind"] == "model" else "row"
+    lines |= {f"{what} {number}" if what == "row" else what: _compact(row)
+              for number, row in enumerate(facts["sample"])}
+    return lines
+
+
+def _parameters(tensors: dict[str, Any]) -> int:
+    from math import prod
+
+    return sum(prod(tensor["shape"]) for tensor in tensors.values())
+
+
+def _compact(value: Any) -> str:
+    text = value if isinstance(value, str) else json_text.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+app = command(main)
+
+if __name__ == "__main__":
+    run(app)

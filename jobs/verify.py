@@ -1,0 +1,37 @@
+"""Check every checksum and every invariant of a stored thing: exit code 0, or 1 and the first thing wrong."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from jobs.console import command, human_bytes, progress_bar, run, screen
+from lattqe.errors import CorruptDataError
+
+EXIT_WRONG = 1
+
+
+def main(uri: Annotated[str, typer.Argument(help="A feature set, neighbor graph, list of ranks or model.")]) -> None:
+    """Check every checksum and every invariant of a stored thing: exit code 0, or 1 and the first thing wrong."""
+    from lattqe.store.checks import verify_thing
+    from lattqe.store.manifest import describe_kind
+    from lattqe.store.thing import open_thing
+
+    started = time.monotonic()
+    try:
+        total = open_thing(uri).manifest.total_bytes
+        with progress_bar("verifying", total) as bar:
+            manifest = verify_thing(uri, bar.advance)
+    except CorruptDataError as error:
+        screen.print("[red]wrong:[/red] ", end="")
+        screen.print(" ".join(str(error).split()), markup=False, soft_wrap=True)
+        raise SystemExit(EXIT_WRONG) from None
+    rows = f", {manifest.rows:,} rows" if manifest.rows else ""
+    screen.print(f"sound: {describe_kind(manifest.kind)}{rows}, {human_bytes(total)} in "
+                 f"{time.monotonic() - started:.1f} s", markup=False, soft_wrap=True)
+
+
+app = command(main)
+
+if __name__ == "__main__":
+    run(app)
