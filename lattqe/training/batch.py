@@ -1,0 +1,43 @@
+"""One update's material: queries with their neighbors, and what the losses compare the expanded queries with."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The part of the global batch that one worker holds: b queries.
+
+    items (b, 1 + k, D) float32: the query, then its neighbors by rank; valid (b, 1 + k) bool: not dropped, not padding;
+    relevant (b, k) bool: the neighbor is of the query's class; positives (b, p, D): images of the query's class;
+    candidates (m, D): the pool or world the query searches; same (b, m) bool: of the query's class;
+    usable (b, m) bool: False for the query itself; queries: size of the global batch, what losses are divided by.
+    """
+
+    items: torch.Tensor
+    valid: torch.Tensor
+    relevant: torch.Tensor
+    positives: torch.Tensor
+    candidates: torch.Tensor
+    same: torch.Tensor
+    usable: torch.Tensor
+    queries: int
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on a device."""
+        if device.type == "cpu":
+            return self
+        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True)
+                 for f in dataclasses.fields(self) if f.name != "queries"}
+        return dataclasses.replace(self, **moved)
+
+
+class Sampler(Protocol):
+    """Makes batches; a batch is a pure function of (seed, step), a part of it of the queries asked for."""
+
+    def batch(self, step: int, part: slice) -> Batch:
+        """The queries `part` of the global batch of this step."""
+        ...

@@ -1,0 +1,91 @@
+"""Where a training stands, in `_work/` of its destination: tensors as safetensors, the rest as JSON, never a pickle.
+
+`state.json` is replaced in one step and names the tensor files that belong to it, so that a reader sees one whole
+state or the one before. Files that no state names any more are deleted afterwards.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import safetensors.torch
+import torch
+import xxhash
+
+from lattqe.errors import CorruptDataError
+from lattqe.store import MissingFileError, Place
+
+STATE = "_work/state.json"
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class State:
+    """Counters of a training: what is done, what it gave, and which weights were best.
+
+    stage: "network", "temperature" or "choice"; step: updates done, over both stages; history: one entry for each
+    checkpoint; best: {"step", "map"} of the best validation; files: role -> {"name", "checksum"} of tensor files.
+    """
+
+    stage: str = "network"
+    step: int = 0
+    seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, float] | None = None
+    files: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+class Checkpoints:
+    """Reads and writes the state of one training; only the leading worker writes."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def load(self) -> State:
+        """The state of an earlier run, or that of a new one."""
+        try:
+            return State(**json.loads(self.place.read(STATE)))
+        except MissingFileError:
+            return State()
+        except (ValueError, TypeError) as error:
+            raise CorruptDataError(f"{self.place.uri}/{STATE} is damaged ({error}): delete {self.place.uri} "
+                                   "and train again") from error
+
+    def tensors(self, state: State, role: str) -> Tensors:
+        """The tensors that the state names for a role ("last" or "best"), checksum checked."""
+        entry = state.files[role]
+        data = self.place.read(entry["name"])
+        if xxhash.xxh3_128_hexdigest(data) != entry["checksum"]:
+            raise CorruptDataError(f"{self.place.uri}/{entry['name']} is not what was written: delete "
+                                   f"{self.place.uri} and train again")
+        return safetensors.torch.load(data)
+
+    def save(self, state: State, **tensors: Tensors) -> None:
+        """Write new tensors for the roles given, then the state that names them, then drop what it replaced."""
+        old = {entry["name"] for entry in state.files.values()}
+        for role, values in tensors.items():
+            data = safetensors.torch.save({name: value.detach().cpu().contiguous() for name, value in values.items()})
+            name = f"_work/{role}-{state.step:08d}.safetensors"
+            self.place.write(name, data)
+            state.files[role] = {"name": name, "checksum": xxhash.xxh3_128_hexdigest(data)}
+        self.place.write(STATE, json.dumps(asdict(state), allow_nan=False).encode())
+        for name in old - {entry["name"] for entry in state.files.values()}:
+            self.place.delete(name)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> Tensors:
+    """Adam's moments and counts by parameter name."""
+    return {f"adam.{key}.{names[parameter]}": value
+            for parameter, values in optimizer.state.items() for key, value in values.items()}
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], tensors: Tensors
+) -> None:
+    """Put back what `optimizer_tensors` gave."""
+    for parameter, name in names.items():
+        moments = {key: tensors.get(f"adam.{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+        if all(value is not None for value in moments.values()):
+            optimizer.state[parameter] = {
+                key: value if key == "step" else value.to(parameter.device)  # type: ignore[union-attr]
+                for key, value in moments.items()}

@@ -1,0 +1,169 @@
+"""How a network is trained: one frozen dataclass whose defaults are the paper's, and changes to it by name."""
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from lattqe.errors import LattqeError
+from lattqe.model import LAttQEConfig
+
+CHOICES = {
+    "sampler": ("tuples", "worlds"),
+    "schedule": ("exponential", "cosine"),
+    "optimizer": ("adam", "adamw"),
+}
+WEIGHTS = ("contrastive", "pull", "listwise", "smooth_ap", "auxiliary")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Sampling, losses, optimisation and validation; the network's own settings are under `network`."""
+
+    network: LAttQEConfig = field(default_factory=LAttQEConfig)
+    seed: int = 0
+    steps: int = 200_000  # the paper's 100 epochs of 2,000 updates; the best of them is kept
+    batch: int = 64  # queries of one update over all workers together; the paper's
+    slots: int = 8  # parts of the batch with their own dropout masks; the number of workers must divide it
+
+    # Sampling
+    sampler: str = "tuples"  # the paper's; "worlds": each batch meets a random part of the classes and images
+    k_min: int = 32  # the paper's range of neighbors, drawn anew for each batch
+    k_max: int = 64
+    drop_max: float = 0.6  # a query's neighbors are dropped with a probability from U(0, this); the paper's
+    positives: int = 1  # drawn for each query; the losses that look at more use them all
+    pool: int = 20_000  # tuples: rows that negatives come from, the paper's
+    pool_steps: int = 2_000  # tuples: updates after which the pool is drawn anew, the paper's
+    world_classes: float = 0.2  # worlds: smallest share of a set's classes that are present
+    world_images: float = 0.3  # worlds: smallest share of those classes' images that are present
+    world_rows: int = 3_000  # worlds: largest number of images; more cost time and teach the same
+
+    # Losses: the weight of each; 0 leaves it out
+    contrastive: float = 1.0
+    margin: float = 0.1  # the paper's: push away only what is nearly on top of the query
+    negatives: int = 5  # hardest ones by the current expanded query, for each positive; the paper's
+    pull: float = 0.0
+    listwise: float = 0.0
+    listwise_temperature: float = 0.05
+    smooth_ap: float = 0.0
+    smooth_ap_temperature: float = 0.02
+    auxiliary: float = 0.5  # the paper gives no balance; the two losses then have about equal gradients at start
+
+    # Optimisation
+    optimizer: str = "adam"
+    learning_rate: float = 1e-4
+    schedule: str = "exponential"  # learning_rate · decay^epoch; "cosine": down to a fiftieth over all the steps
+    decay: float = 0.99
+    epoch_steps: int = 2_000  # an epoch lasts as long as a pool
+    warmup: int = 0  # updates over which the rate rises from zero
+    weight_decay: float = 1e-6
+    clip: float = 0.0  # largest norm of the gradient; 0: as it is
+    ema: float = 0.0  # what is validated and kept is a running average of the weights with this decay; 0: off
+
+    # The second stage: the temperature of the softmax for database rows, all else frozen
+    temperature_steps: int = 2_000
+    temperature_rate: float = 1e-2
+
+    # Validation
+    validate_every: int = 2_000
+    checkpoint_every: int = 500
+    validate_k: tuple[int, ...] = (32, 64)  # the best of them decides which weights are kept
+    choose_qe: tuple[int, ...] = (4, 8, 16, 32, 48, 64, 96, 128)  # nQE is chosen among these
+    choose_dba: tuple[int, ...] = (4, 8, 16, 32, 48, 64)  # and nDBA among these
+    shared_labels: bool = False  # True: equal labels mean equal classes across sets; else each set has its own
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise LattqeError(f"{name} is {getattr(self, name)!r}: use one of {', '.join(allowed)}")
+        self._check_numbers()
+        if self.batch % self.slots:
+            raise LattqeError(f"a batch of {self.batch} does not fall into {self.slots} slots: set batch or slots")
+        if self.k_min > self.k_max:
+            raise LattqeError(f"k_min {self.k_min} is above k_max {self.k_max}")
+        largest = max(self.k_max, *self.validate_k, *self.choose_qe, *self.choose_dba)
+        if largest > self.network.max_k:
+            raise LattqeError(f"{largest} neighbors, but the network has ranks for {self.network.max_k}: "
+                              "set network.max_k")
+        if not any(getattr(self, name) for name in WEIGHTS[:-1]):
+            raise LattqeError(f"no ranking loss: give one of {', '.join(WEIGHTS[:-1])} a weight")
+        if self.auxiliary and self.network.auxiliary == "none":
+            raise LattqeError("the auxiliary loss has a weight but the network no classifier: set auxiliary=0")
+
+    def _check_numbers(self) -> None:
+        """Refuse numbers outside their range, by name."""
+        for name in ("batch", "slots", "k_min", "positives", "pool", "pool_steps", "world_rows", "negatives",
+                     "epoch_steps", "validate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise LattqeError(f"{name} is {getattr(self, name)}: use a whole number from 1")
+        for name in ("seed", "steps", "warmup", "temperature_steps", "clip", "weight_decay", "margin", *WEIGHTS):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise LattqeError(f"{name} is {getattr(self, name)}: use a number from 0")
+        for name in ("learning_rate", "temperature_rate", "decay", "listwise_temperature", "smooth_ap_temperature"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise LattqeError(f"{name} is {getattr(self, name)}: use a number above 0")
+        for name in ("drop_max", "ema"):
+            if not 0 <= getattr(self, name) < 1:
+                raise LattqeError(f"{name} is {getattr(self, name)}: use a share from 0 to below 1")
+        for name in ("world_classes", "world_images"):
+            if not 0 < getattr(self, name) <= 1:
+                raise LattqeError(f"{name} is {getattr(self, name)}: use a share above 0")
+        for name in ("validate_k", "choose_qe", "choose_dba"):
+            if not getattr(self, name) or min(getattr(self, name)) < 1:
+                raise LattqeError(f"{name} is {getattr(self, name)}: give numbers of neighbors from 1")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {**{f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)},
+                "network": self.network.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "TrainingConfig":
+        """The configuration written by `to_dict`; keys nobody knows are refused by name."""
+        network = LAttQEConfig.from_dict(values["network"])
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise LattqeError(f"unknown training setting {', '.join(unknown)}: made by a newer version of lattqe?")
+        plain: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        plain["network"] = network
+        return cls(**plain)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def changed(values: dict[str, Any], settings: list[str]) -> dict[str, Any]:
+    """A nested dict of settings with `key=value` and `network.key=value` applied, each parsed by its field's type."""
+    result = {**values, "network": dict(values.get("network", {}))}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise LattqeError(f"--set {setting!r}: write key=value, for example steps=1000")
+        inside = name.startswith("network.")
+        owner: type = LAttQEConfig if inside else TrainingConfig
+        kinds = typing.get_type_hints(owner)
+        key = name.removeprefix("network.")
+        if key not in kinds or key == "network":
+            raise LattqeError(f"--set {setting!r}: there is no setting {name!r}; see docs/training.md for all of them")
+        (result["network"] if inside else result)[key] = _parse(text.strip(), kinds[key], setting)
+    return result
+
+
+def _parse(text: str, kind: Any, setting: str) -> Any:
+    """Read the text as the type of a field: bool, int, float, str, a tuple of ints, or one of these and None."""
+    if isinstance(kind, types.UnionType):
+        if text.lower() == "none":
+            return None
+        kind = next(option for option in typing.get_args(kind) if option is not types.NoneType)
+    try:
+        if kind is bool:
+            return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
+        if typing.get_origin(kind) is tuple:
+            return tuple(int(part) for part in text.split(","))
+        return kind(text)
+    except (KeyError, ValueError) as error:
+        raise LattqeError(f"--set {setting!r}: {text!r} is not a {getattr(kind, '__name__', 'list of numbers')}") \
+            from error

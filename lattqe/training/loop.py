@@ -1,0 +1,172 @@
+"""The whole training on one worker: both stages, validation, checkpoints, the choice of nQE and nDBA, the model."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lattqe.errors import LattqeError
+from lattqe.model import LAttQE
+from lattqe.store import open_place
+from lattqe.training import data, validation
+from lattqe.training.batch import Sampler
+from lattqe.training.checkpoint import Checkpoints, State
+from lattqe.training.curves import learning_curve, tensorboard_events
+from lattqe.training.data import TrainingData
+from lattqe.training.plan import Plan
+from lattqe.training.prefetch import prefetched
+from lattqe.training.randomness import Stream, torch_seed
+from lattqe.training.stage import NotFiniteError, Stage
+from lattqe.training.team import Team
+from lattqe.training.tuples import TupleSampler
+from lattqe.training.worlds import WorldSampler
+
+EVENTS, CURVE = "tensorboard/events.out.tfevents.lattqe", "learning_curve.svg"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the leading worker tells: updates done out of all, a line about loss and mAP, and its checkpoint."""
+
+    step: int
+    total: int
+    note: str
+
+
+Report = Callable[[Progress], None]
+
+
+def new_network(plan: Plan) -> LAttQE:
+    """The network as it starts: a function of the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch_seed(plan.config.seed, Stream.START, 0))
+        return LAttQE(plan.config.network)
+
+
+def make_sampler(training: TrainingData, plan: Plan) -> Sampler:
+    """The sampler that the configuration names."""
+    if plan.config.sampler == "worlds":
+        return WorldSampler(training, plan.config)
+    return TupleSampler(training, plan.config)
+
+
+class Training:
+    """One training as one worker sees it."""
+
+    def __init__(self, plan: Plan, team: Team, report: Report = lambda progress: None) -> None:
+        self.plan, self.config, self.team, self.report = plan, plan.config, team, report
+        self.place = open_place(plan.destination)
+        self.checkpoints = Checkpoints(self.place)
+        self.state = self.checkpoints.load()
+        self.training = data.load(plan.features, plan.graphs, plan.graph_k, self.config.shared_labels, plan.cache)
+        self.sampler = make_sampler(self.training, plan)
+        self.sets = [validation.load_set(*pair, cache=plan.cache) for pair in plan.validation]
+        self.total = self.config.steps + self.config.temperature_steps
+        self.started = time.monotonic() - self.state.seconds
+
+    def run(self) -> None:
+        """Do what is not done yet, and publish the model."""
+        network = new_network(self.plan)
+        if self.state.stage == "network":
+            self._run_stage(Stage(network, self.config, self.team), self.config.steps, "temperature")
+        network.load_state_dict(self.checkpoints.tensors(self.state, "best"))
+        stage = Stage(network, self.config, self.team, dba=True)
+        if self.state.stage == "temperature":
+            self._run_stage(stage, self.total, "choice")
+        else:
+            stage.restore(self.checkpoints.tensors(self.state, "last"))
+        self._publish(network, self._choose(network))
+
+    def _run_stage(self, stage: Stage, stop: int, following: str) -> None:
+        """Train one stage up to update number `stop`, from wherever its last checkpoint is."""
+        state = self.state
+        if state.history and state.history[-1]["stage"] == state.stage:
+            stage.restore(self.checkpoints.tensors(state, "last"))
+        slots = stage.masks.slots
+        each = self.config.batch // self.config.slots
+        part = slice(slots.start * each, slots.stop * each)
+        sums, since = torch.zeros(len(stage.loss_names())), 0
+        with prefetched(self.sampler, range(state.step, stop), part) as batches:
+            for step, batch in zip(range(state.step, stop), batches):
+                try:
+                    values = stage.update(step, batch.to(self.team.device))
+                except NotFiniteError as error:
+                    raise NotFiniteError(
+                        f"{error}: stopped; the last good checkpoint (step {state.step}) is kept in "
+                        f"{self.place.uri}/_work; lower learning_rate and use a new destination") from None
+                sums, since = sums + values.cpu(), since + 1
+                if self._due(step + 1, stop):
+                    self._record(stage, step + 1, dict(zip(stage.loss_names(), (sums / since).tolist())),
+                                 following if step + 1 == stop else state.stage)
+                    sums, since = torch.zeros_like(sums), 0
+                self._tell(step + 1, values[0])
+        if state.step == stop and state.stage != following:  # a stage of no updates
+            self._record(stage, stop, {}, following)
+
+    def _due(self, step: int, stop: int) -> bool:
+        """Whether a checkpoint is written after so many updates."""
+        return step == stop or step % self.config.checkpoint_every == 0 or step % self.config.validate_every == 0
+
+    def _record(self, stage: Stage, step: int, losses: dict[str, float], following: str) -> None:
+        """Validate if it is time, and save where we stand."""
+        state = self.state
+        last = step == (self.total if stage.dba else self.config.steps)
+        entry: dict[str, Any] = {"step": step, "stage": state.stage, "time": time.time(), **losses,
+                                 "temperature": stage.network.head.temperature.item()}
+        roles = {}
+        if not stage.dba and (last or step % self.config.validate_every == 0):
+            entry["map"] = validation.validate(stage.kept, self.sets, self.config.validate_k, self.team)
+            best = max(found["mean"] for found in entry["map"].values())
+            if state.best is None or best > state.best["map"]:
+                state.best = {"step": step, "map": best}
+                roles["best"] = stage.kept.state_dict()
+        entry["seconds"] = state.seconds = time.monotonic() - self.started
+        state.history.append(entry)
+        state.step, state.stage = step, following
+        if self.team.leads:
+            self.checkpoints.save(state, last=stage.tensors(), **roles)
+            self.place.write(EVENTS, tensorboard_events(state.history))
+
+    def _tell(self, step: int, loss: torch.Tensor) -> None:
+        if not self.team.leads:
+            return
+        best = "" if self.state.best is None else f" · best validation mAP {self.state.best['map']:.2f}"
+        self.report(Progress(step, self.total, f"{self.state.stage} · loss {loss.item():.4f}{best}"))
+
+    def _choose(self, network: LAttQE) -> dict[str, Any]:
+        """Find nQE alone, and nDBA with nQE, that are best on the mean of the validation sets."""
+        smallest = min(len(one.xb) for one in self.sets) - 1
+        qe, dba = (tuple(k for k in ks if k <= smallest) for ks in (self.config.choose_qe, self.config.choose_dba))
+        if not qe or not dba:
+            raise LattqeError(f"the smallest validation database has {smallest + 1} rows: set choose_qe and choose_dba "
+                              "to smaller numbers of neighbors")
+        alone = validation.validate(network, self.sets, qe, self.team)
+        with_dba = validation.validate_dba(network, self.sets, dba, qe, self.team)
+        n_qe = max(alone, key=lambda k: alone[k]["mean"])
+        _, n_dba, n_qe_dba = max((value, m, k) for m, found in with_dba.items() for k, value in found.items())
+        return {
+            "chosen": {"nqe": int(n_qe), "ndba": int(n_dba), "nqe_with_dba": int(n_qe_dba)},
+            "validation": {"none": {one.name: one.mean_ap(one.xq, one.xb) for one in self.sets},
+                           "qe": alone, "dba": with_dba},
+        }
+
+    def _publish(self, network: LAttQE, chosen: dict[str, Any]) -> None:
+        """Write curve, events and model; the manifest comes last and takes `_work` away."""
+        if not self.team.leads:
+            return
+        state = self.state
+        metrics = {**chosen, "best": state.best, "temperature": network.head.temperature.item(),
+                   "seconds": state.seconds, "images": self.training.rows, "classes": len(self.training.class_sizes),
+                   "classes_of_one_image": self.training.skipped, "history": state.history}
+        self.place.write(CURVE, learning_curve(state.history))
+        network.save(self.plan.destination, metrics, training=self.plan.training, inputs=self.plan.inputs)
+
+
+def train(plan: Plan, team: Team | None = None, report: Report = lambda progress: None) -> None:
+    """Train on this worker, continuing an earlier run on the same destination; the leader publishes the model."""
+    Training(plan, team or Team(), report).run()
+
+
+__all__ = ["Progress", "State", "Training", "new_network", "train"]

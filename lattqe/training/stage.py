@@ -1,0 +1,120 @@
+"""One stage of training on one worker: forward, loss, backward, update, running average."""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from lattqe.errors import LattqeError
+from lattqe.expansion.base import aggregate
+from lattqe.model import LAttQE
+from lattqe.training.batch import Batch
+from lattqe.training.checkpoint import Tensors, optimizer_tensors, restore_optimizer
+from lattqe.training.config import TrainingConfig
+from lattqe.training.losses import total_loss
+from lattqe.training.randomness import SlotMasks, use_slot_dropout
+from lattqe.training.schedule import learning_rate
+from lattqe.training.team import Team
+
+
+class NotFiniteError(LattqeError):
+    """The loss or its gradient became NaN or infinite; the weights are still those of the step before."""
+
+
+class Stage:
+    """A network, the parameters that are trained, and their optimiser.
+
+    dba False: the whole network but its temperature. True: the temperature alone, all else frozen and dropout off.
+    """
+
+    def __init__(self, network: LAttQE, config: TrainingConfig, team: Team, dba: bool = False) -> None:
+        self.network, self.team, self.dba = network.to(team.device), team, dba
+        self.config = dataclasses.replace(config, auxiliary=0.0) if dba else config
+        # Copied before it is wrapped: the average is never trained, drops nothing and never communicates.
+        self.average = copy.deepcopy(self.network).requires_grad_(False) if config.ema and not dba else None
+        self.masks = SlotMasks(config.seed, team.slots(config.slots), team.device)
+        use_slot_dropout(network, self.masks)
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(_trained(name, self.config, dba))
+        self.names: dict[torch.Tensor, str] = {
+            parameter: name for name, parameter in network.named_parameters() if parameter.requires_grad}
+        self.optimizer = _optimizer(self.names, self.config)
+        self.rate: Callable[[int], float] = (
+            (lambda step: config.temperature_rate) if dba else (lambda step: learning_rate(config, step)))
+        self.wrapped = team.wrap(network)
+
+    @property
+    def kept(self) -> LAttQE:
+        """The weights that are validated and kept."""
+        return self.network if self.average is None else self.average
+
+    def update(self, step: int, batch: Batch) -> torch.Tensor:
+        """One update; returns the loss and its parts over the global batch, (1 + parts,)."""
+        self.network.train(not self.dba)
+        self.masks.begin(step)
+        output = self.wrapped(batch.items, batch.valid, dba=self.dba)
+        expanded = aggregate(output.weights, batch.items)
+        loss, parts = total_loss(expanded, output.auxiliary, batch, self.config)
+        (loss * self.team.size).backward()  # gradients are averaged over the workers; the loss is a share of a sum
+        values = self.team.total(torch.stack([loss.detach(), *parts.values()]))
+        norm = nn.utils.clip_grad_norm_(list(self.names), self.config.clip or float("inf"))
+        if not torch.isfinite(norm + values.sum()):
+            raise NotFiniteError(f"at step {step} the loss became {values[0].item():g}, its gradient {norm.item():g}")
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._follow(step)
+        return values
+
+    def loss_names(self) -> list[str]:
+        """What `update` returns, by name."""
+        names = ("contrastive", "pull", "listwise", "smooth_ap", "auxiliary")
+        return ["loss", *(name for name in names if getattr(self.config, name))]
+
+    @torch.no_grad()
+    def _follow(self, step: int) -> None:
+        """Move the running average; in the first steps it forgets faster, so that the start does not linger."""
+        if self.average is None:
+            return
+        decay = min(self.config.ema, (step + 1) / (step + 10))
+        for ours, theirs in zip(self.average.parameters(), self.network.parameters()):
+            ours.lerp_(theirs, 1 - decay)
+
+    def tensors(self) -> Tensors:
+        """All that must be saved to continue exactly here."""
+        saved = {f"network.{name}": value for name, value in self.network.state_dict().items()}
+        if self.average is not None:
+            saved |= {f"average.{name}": value for name, value in self.average.state_dict().items()}
+        return saved | optimizer_tensors(self.optimizer, self.names)
+
+    def restore(self, tensors: Tensors) -> None:
+        """Put back what `tensors` gave."""
+        self.network.load_state_dict(_under(tensors, "network."))
+        if self.average is not None:
+            self.average.load_state_dict(_under(tensors, "average."))
+        restore_optimizer(self.optimizer, self.names, tensors)
+
+
+def _under(tensors: Tensors, prefix: str) -> Tensors:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _trained(name: str, config: TrainingConfig, dba: bool) -> bool:
+    """Whether a parameter is trained; one without gradient would stall the workers' exchange."""
+    temperature = name == "head.log_temperature"
+    if dba:
+        return temperature
+    unused = not config.auxiliary and name.startswith(("head.linear.", "head.scale_bias"))
+    return not temperature and not unused
+
+
+def _optimizer(names: dict[torch.Tensor, str], config: TrainingConfig) -> torch.optim.Optimizer:
+    """Adam with decay on everything as in the paper, or AdamW with decay on matrices only."""
+    if config.optimizer == "adam":
+        return torch.optim.Adam(list(names), lr=config.learning_rate, weight_decay=config.weight_decay)
+    groups = [{"params": [p for p in names if p.ndim > 1], "weight_decay": config.weight_decay},
+              {"params": [p for p in names if p.ndim <= 1], "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate)

@@ -1,0 +1,81 @@
+"""The paper's sampling: queries, positives and a pool of negatives from the whole training set."""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lattqe.training.batch import Batch
+from lattqe.training.config import TrainingConfig
+from lattqe.training.data import TrainingData
+from lattqe.training.randomness import Stream, generator
+
+
+class Members:
+    """Rows by class, to draw another image of a row's class in one vectorised step."""
+
+    def __init__(self, labels: NDArray[np.int64]) -> None:
+        self.order = np.argsort(labels, kind="stable")
+        self.sizes = np.bincount(labels)
+        self.first = np.concatenate(([0], np.cumsum(self.sizes)))[:-1]
+        self.place = np.empty(len(labels), dtype=np.int64)  # of a row among the rows of its class
+        self.place[self.order] = np.arange(len(labels)) - self.first[labels[self.order]]
+        self.labels = labels
+
+    def others(self, rows: NDArray[np.int64], draws: NDArray[np.float64]) -> NDArray[np.int64]:
+        """For rows (b,) and uniform draws (b, p), rows (b, p) of the same class, never the row itself."""
+        label = self.labels[rows][:, None]
+        pick = (draws * (self.sizes[label] - 1)).astype(np.int64)
+        pick += pick >= self.place[rows][:, None]
+        return self.order[self.first[label] + pick]
+
+
+def dropped(shape: tuple[int, int], drop_max: float, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Which neighbors (b, k) are dropped: Bernoulli with a probability for each query from U(0, drop_max)."""
+    return rng.random(shape) < drop_max * rng.random((shape[0], 1))
+
+
+class TupleSampler:
+    """Queries drawn uniformly from all classes of two images or more; negatives come from a pool drawn now and then.
+
+    The hardest negatives are picked by the loss, which knows the current expanded query.
+    """
+
+    def __init__(self, data: TrainingData, config: TrainingConfig) -> None:
+        if data.neighbors is None:
+            raise ValueError("tuples need a neighbor graph")
+        self.data, self.config, self.neighbors = data, config, data.neighbors
+        self.members = Members(data.labels)
+        self.eligible = np.flatnonzero(self.members.sizes[data.labels] > 1)
+        self._pool = lru_cache(maxsize=2)(self._draw_pool)  # two: the next one is drawn while this one is in use
+
+    def _draw_pool(self, number: int) -> tuple[NDArray[np.int64], torch.Tensor, NDArray[np.int64]]:
+        rng = generator(self.config.seed, Stream.POOL, number)
+        rows = np.sort(rng.permutation(self.data.rows)[: self.config.pool])
+        return rows, torch.from_numpy(self.data.gather(rows)), self.data.labels[rows]
+
+    def batch(self, step: int, part: slice) -> Batch:
+        """The queries `part` of this step; all draws are made for the global batch, vectors read for the part."""
+        config, rng = self.config, generator(self.config.seed, Stream.SAMPLING, step)
+        queries = rng.choice(self.eligible, config.batch, replace=len(self.eligible) < config.batch)
+        k = int(rng.integers(config.k_min, config.k_max + 1))
+        near = self.neighbors[queries, : min(k, self.neighbors.shape[1])]
+        drop = dropped(near.shape, config.drop_max, rng)
+        positive = self.members.others(queries, rng.random((config.batch, config.positives)))
+        queries, near, drop, positive = queries[part], near[part], drop[part], positive[part]
+
+        labels = self.data.labels
+        valid = np.concatenate((np.ones((len(queries), 1), bool), ~drop & (near >= 0)), axis=1)
+        items = self.data.gather(np.concatenate((queries[:, None], near), axis=1))
+        pool_rows, pool, pool_labels = self._pool(step // config.pool_steps)
+        return Batch(
+            items=torch.from_numpy(items),
+            valid=torch.from_numpy(valid),
+            relevant=torch.from_numpy(labels[near] == labels[queries, None]),
+            positives=torch.from_numpy(self.data.gather(positive)),
+            candidates=pool,
+            same=torch.from_numpy(pool_labels == labels[queries, None]),
+            usable=torch.from_numpy(pool_rows != queries[:, None]),
+            queries=config.batch,
+        )

@@ -1,0 +1,224 @@
+"""The loop of one worker: what is trained when, what is kept, what a killed run leaves and how it continues."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_sets import plan_for
+
+from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
+from lattqe.model import LAttQE
+from lattqe.store import load_model, open_place
+from lattqe.training import Plan, Progress, Team, train
+from lattqe.training.checkpoint import STATE, Checkpoints, State
+from lattqe.training.loop import Training, new_network
+from lattqe.training.randomness import SlotDropout, SlotMasks
+from lattqe.training.stage import NotFiniteError, Stage
+
+RECIPES = {
+    "paper": [],
+    "worlds": ["sampler=worlds", "contrastive=0", "smooth_ap=1", "positives=4", "listwise=0.3", "pull=0.5", "ema=0.9",
+               "optimizer=adamw", "weight_decay=0.01", "schedule=cosine", "warmup=2", "clip=1.0"],
+}
+
+
+class Killed(Exception):
+    """Stands for the death of the process."""
+
+
+def kill_at(step: int):
+    def report(progress: Progress) -> None:
+        if progress.step == step:
+            raise Killed
+    return report
+
+
+def tensors(plan: Plan) -> dict[str, np.ndarray]:
+    return load_model(plan.destination)[0]
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def undisturbed(request: pytest.FixtureRequest, sets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """A finished training of each kind."""
+    plan = plan_for(sets, tmp_path_factory.mktemp("model") / request.param, *RECIPES[request.param])
+    train(plan)
+    return plan
+
+
+@pytest.mark.parametrize("step", range(1, 10))
+def test_killed_at_any_step_and_continued_gives_the_same_weights(
+    undisturbed: Plan, sets: dict[str, str], tmp_path: Path, step: int
+) -> None:
+    plan = plan_for(sets, tmp_path / "model", *RECIPES[Path(undisturbed.destination).name])
+    with pytest.raises(Killed):
+        train(plan, report=kill_at(step))
+    train(plan)
+    wanted = tensors(undisturbed)
+    for name, found in tensors(plan).items():
+        assert np.array_equal(found, wanted[name]), name
+
+
+def test_the_model_is_complete_and_the_work_gone(undisturbed: Plan) -> None:
+    assert set(open_place(undisturbed.destination).list()) == {
+        "config.json", "learning_curve.svg", "manifest.json", "metrics.json", "model.safetensors",
+        "tensorboard/events.out.tfevents.lattqe"}
+    _, config, metrics, manifest = load_model(undisturbed.destination)
+    assert config["training"]["batch"] == 8
+    assert set(manifest.inputs) == {"features-0", "features-1", "validation-0-database", "validation-0-queries"}
+    assert metrics["chosen"]["nqe"] in (4, 8)
+    assert metrics["chosen"]["ndba"] in (2, 4)
+    assert [entry["step"] for entry in metrics["history"]] == [2, 3, 4, 6, 8, 9]
+    assert [entry["step"] for entry in metrics["history"] if "map" in entry] == [3, 6]
+    LAttQE.load(undisturbed.destination)
+
+
+def test_the_best_validation_decides_what_is_kept(undisturbed: Plan) -> None:
+    metrics = load_model(undisturbed.destination)[2]
+    means = {entry["step"]: max(found["mean"] for found in entry["map"].values())
+             for entry in metrics["history"] if "map" in entry}
+    assert metrics["best"]["map"] == max(means.values())
+    assert means[metrics["best"]["step"]] == metrics["best"]["map"]
+    chosen = metrics["validation"]["qe"][str(metrics["chosen"]["nqe"])]["mean"]
+    assert chosen == pytest.approx(max(means.values()))
+
+
+def test_the_second_stage_changes_the_temperature_alone(sets: dict[str, str], tmp_path: Path) -> None:
+    plan = plan_for(sets, tmp_path / "model")
+    with pytest.raises(Killed):
+        train(plan, report=kill_at(6))
+    checkpoints = Checkpoints(open_place(plan.destination))
+    before = checkpoints.tensors(checkpoints.load(), "best")
+    train(plan)
+    after = tensors(plan)
+    changed = [name for name, value in before.items() if not np.array_equal(value.numpy(), after[name])]
+    assert changed == ["head.log_temperature"]
+
+
+def test_the_first_stage_leaves_the_temperature(sets: dict[str, str], tmp_path: Path) -> None:
+    plan = plan_for(sets, tmp_path / "model", "temperature_steps=0")
+    train(plan)
+    found = LAttQE.load(plan.destination)
+    assert found.head.temperature.item() == pytest.approx(0.1)
+    start = new_network(plan).state_dict()
+    same = [name for name, value in found.state_dict().items() if torch.equal(value, start[name])]
+    assert same == ["head.log_temperature"]
+
+
+def test_training_lowers_the_loss_and_raises_validation(sets: dict[str, str], tmp_path: Path) -> None:
+    plan = plan_for(sets, tmp_path / "model", "steps=60", "validate_every=30", "checkpoint_every=10",
+                    "temperature_steps=0")
+    train(plan)
+    metrics = load_model(plan.destination)[2]
+    losses = [entry["loss"] for entry in metrics["history"] if "loss" in entry]
+    assert losses[-1] < 0.8 * losses[0]
+    assert metrics["best"]["map"] > metrics["validation"]["none"]["database"]
+
+
+def test_nan_stops_at_its_step_and_keeps_the_last_good_checkpoint(
+    sets: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_for(sets, tmp_path / "model")
+    training = Training(plan, Team())
+    good = training.sampler.batch
+
+    def poisoned(step, part):
+        batch = good(step, part)
+        return batch if step != 5 else dataclasses.replace(batch, items=batch.items * torch.nan)
+
+    monkeypatch.setattr(training.sampler, "batch", poisoned)
+    with pytest.raises(NotFiniteError, match=r"step 5 the loss became nan.*last good checkpoint \(step 4\)"):
+        training.run()
+    checkpoints = Checkpoints(open_place(plan.destination))
+    state = checkpoints.load()
+    assert state.step == 4
+    assert all(torch.isfinite(value).all() for value in checkpoints.tensors(state, "last").values())
+
+
+def test_another_configuration_is_refused_with_the_difference(sets: dict[str, str], tmp_path: Path) -> None:
+    plan_for(sets, tmp_path / "model")
+    with pytest.raises(AlreadyExistsError, match=r"config.training.steps: 6 there, 7 here"):
+        plan_for(sets, tmp_path / "model", "steps=7")
+
+
+def test_a_damaged_checkpoint_is_named(sets: dict[str, str], tmp_path: Path) -> None:
+    plan = plan_for(sets, tmp_path / "model")
+    with pytest.raises(Killed):
+        train(plan, report=kill_at(3))
+    place = open_place(plan.destination)
+    name = Checkpoints(place).load().files["last"]["name"]
+    data = bytearray(place.read(name))
+    data[-1] ^= 1
+    place.write(name, bytes(data))
+    with pytest.raises(CorruptDataError, match=name):
+        train(plan)
+
+
+def test_a_damaged_state_is_named(tmp_path: Path) -> None:
+    place = open_place(str(tmp_path))
+    place.write(STATE, b'{"step": ')
+    with pytest.raises(CorruptDataError, match=r"state\.json"):
+        Checkpoints(place).load()
+
+
+def test_a_state_is_readable_json_and_old_tensors_go(tmp_path: Path) -> None:
+    checkpoints, state = Checkpoints(open_place(str(tmp_path))), State()
+    for step in (1, 2):
+        state.step = step
+        checkpoints.save(state, last={"x": torch.full((2,), float(step))})
+    assert json.loads((tmp_path / STATE).read_bytes())["step"] == 2
+    assert sorted(path.name for path in (tmp_path / "_work").iterdir()) == ["last-00000002.safetensors", "state.json"]
+    assert checkpoints.tensors(checkpoints.load(), "last")["x"].tolist() == [2.0, 2.0]
+
+
+def gradients(plan: Plan, size: int) -> dict[str, torch.Tensor]:
+    """The sum over `size` workers of the gradients of their parts of the first batch, dropout on."""
+    sampler, summed = Training(plan, Team()).sampler, {}
+    config = dataclasses.replace(plan.config, clip=0.0)
+    for rank in range(size):
+        stage = Stage(new_network(plan), config, Team())
+        stage.masks = SlotMasks(config.seed, Team(rank, size).slots(config.slots), torch.device("cpu"))
+        for module in stage.network.modules():
+            if isinstance(module, SlotDropout):
+                module.masks = stage.masks
+        stage.optimizer.step = stage.optimizer.zero_grad = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        each = config.batch // config.slots
+        stage.update(0, sampler.batch(0, slice(stage.masks.slots.start * each, stage.masks.slots.stop * each)))
+        for parameter, name in stage.names.items():
+            assert parameter.grad is not None, name
+            summed[name] = summed.get(name, 0) + parameter.grad
+    return summed
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_workers_gradients_add_up_to_those_of_one(undisturbed: Plan, size: int) -> None:
+    alone, together = gradients(undisturbed, 1), gradients(undisturbed, size)
+    for name, value in alone.items():
+        torch.testing.assert_close(together[name], value, rtol=1e-4, atol=1e-7)
+
+
+def test_masks_belong_to_the_place_in_the_global_batch() -> None:
+    like = torch.ones(8, 5)
+    whole = SlotMasks(3, range(4), torch.device("cpu"))
+    half = SlotMasks(3, range(2, 4), torch.device("cpu"))
+    for step in (0, 1):
+        whole.begin(step)
+        half.begin(step)
+        first, second = whole.draw(like, 0.5), whole.draw(like, 0.5)
+        assert torch.equal(first[4:], half.draw(like[4:], 0.5))
+        assert torch.equal(second[4:], half.draw(like[4:], 0.5))
+        assert not torch.equal(first, second)
+        assert set(first.unique().tolist()) == {0.0, 2.0}
+
+
+def test_workers_must_divide_the_slots() -> None:
+    with pytest.raises(LattqeError, match="3 workers cannot share 8 slots"):
+        Team(0, 3).slots(8)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_shares_cover_everything_once(size: int) -> None:
+    covered = [row for rank in range(size) for row in range(1000)[Team(rank, size).share(1000, 64)]]
+    assert covered == list(range(1000))

@@ -1,0 +1,168 @@
+"""What the samplers draw: pure functions of (seed, step), with the paper's statistics."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from training_sets import clusters
+
+from lattqe.search import knn_graph
+from lattqe.training.batch import Batch, Sampler
+from lattqe.training.config import TrainingConfig
+from lattqe.training.data import TrainingData, join
+from lattqe.training.tuples import Members, TupleSampler
+from lattqe.training.worlds import WorldSampler
+
+WHOLE = slice(None)
+
+
+@pytest.fixture(scope="module")
+def data() -> TrainingData:
+    """Two sets of 20 and 10 classes with the same labels, and their graphs."""
+    sets = [clusters(1, 20, 15), clusters(2, 10, 8)]
+    return join([x for x, _ in sets], [labels for _, labels in sets], [knn_graph(x, 24)[0] for x, _ in sets])
+
+
+@pytest.fixture
+def config(tiny: TrainingConfig) -> TrainingConfig:
+    """The paper's ranges, scaled down."""
+    return dataclasses.replace(tiny, batch=32, slots=4, k_min=8, k_max=16, pool=200, pool_steps=3, positives=2,
+                               world_rows=60)
+
+
+@pytest.fixture(params=["tuples", "worlds"])
+def sampler(request: pytest.FixtureRequest, data: TrainingData, config: TrainingConfig) -> Sampler:
+    """Each of the samplers in turn."""
+    return (TupleSampler if request.param == "tuples" else WorldSampler)(data, config)
+
+
+def tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+
+
+def row_of(data: TrainingData, vectors: torch.Tensor) -> np.ndarray:
+    """Which training row each vector (..., D) is."""
+    everyone = torch.from_numpy(data.gather(np.arange(data.rows)))
+    return (vectors @ everyone.T).argmax(-1).numpy()
+
+
+def test_a_batch_is_a_function_of_seed_and_step(sampler: Sampler, data: TrainingData, config: TrainingConfig) -> None:
+    again = type(sampler)(data, config)  # type: ignore[call-arg]
+    again.batch(2, WHOLE)
+    for name, value in tensors(sampler.batch(7, WHOLE)).items():
+        assert torch.equal(value, tensors(again.batch(7, WHOLE))[name]), name
+    other = type(sampler)(data, dataclasses.replace(config, seed=1))  # type: ignore[call-arg]
+    assert not torch.equal(sampler.batch(7, WHOLE).items[:, 0], other.batch(7, WHOLE).items[:, 0])
+    assert not torch.equal(sampler.batch(7, WHOLE).items[:, 0], sampler.batch(9, WHOLE).items[:, 0])
+
+
+def test_the_parts_of_a_batch_make_the_whole(sampler: Sampler) -> None:
+    whole = tensors(sampler.batch(4, WHOLE))
+    parts = [tensors(sampler.batch(4, part)) for part in (slice(0, 8), slice(8, 32))]
+    for name, value in whole.items():
+        joined = parts[0][name] if name == "candidates" else torch.cat([part[name] for part in parts])
+        assert torch.equal(joined, value), name
+
+
+def test_neighbors_are_of_the_same_set_and_never_the_query(sampler: Sampler, data: TrainingData) -> None:
+    for step in range(4):
+        rows = row_of(data, sampler.batch(step, WHOLE).items)
+        world = np.searchsorted(data.bounds, rows, side="right")
+        assert (world == world[:, :1]).all()
+        assert (rows[:, 1:] != rows[:, :1]).all()
+
+
+def test_labels_decide_what_is_relevant(sampler: Sampler, data: TrainingData) -> None:
+    batch = sampler.batch(1, WHOLE)
+    rows, candidates, positives = (row_of(data, x) for x in (batch.items, batch.candidates, batch.positives))
+    own = data.labels[rows[:, :1]]
+    assert np.array_equal(batch.relevant.numpy(), data.labels[rows[:, 1:]] == own)
+    assert np.array_equal(batch.same.numpy(), data.labels[candidates] == own)
+    assert np.array_equal(batch.usable.numpy(), candidates != rows[:, :1])
+    assert (data.labels[positives] == own).all()
+    assert (positives != rows[:, :1]).all()
+
+
+def test_neighbors_keep_their_ranks_when_some_are_dropped(sampler: Sampler) -> None:
+    batch = sampler.batch(3, WHOLE)
+    scores = torch.einsum("bd,bkd->bk", batch.items[:, 0], batch.items[:, 1:])
+    assert (scores.diff(dim=1) <= 1e-6).all()
+    assert batch.valid[:, 0].all()
+    assert not batch.valid.all()
+
+
+def test_tuples_search_the_whole_set(data: TrainingData, config: TrainingConfig) -> None:
+    batch = TupleSampler(data, config).batch(0, WHOLE)
+    rows = row_of(data, batch.items)
+    assert data.neighbors is not None
+    assert np.array_equal(rows[:, 1:], data.neighbors[rows[:, 0], : rows.shape[1] - 1])
+
+
+def test_counts_and_drops_have_the_papers_distribution(data: TrainingData, config: TrainingConfig) -> None:
+    sampler = TupleSampler(data, config)
+    batches = [sampler.batch(step, WHOLE) for step in range(300)]
+    counts = np.bincount([batch.items.shape[1] - 1 for batch in batches], minlength=17)
+    assert (counts[:8] == 0).all()
+    assert (counts[8:] > 300 / 9 / 3).all()  # nine counts, equally likely
+    share = np.concatenate([(~batch.valid[:, 1:]).float().mean(1).numpy() for batch in batches])
+    assert share.mean() == pytest.approx(0.3, abs=0.01)  # of U(0, 0.6)
+    # Var of a mean of k Bernoulli draws with random p: Var(p) + E[p(1 - p)] / k; with one p for all it would be less.
+    assert share.std() == pytest.approx(np.sqrt(0.03 + 0.18 / 12), abs=0.01)
+
+
+def test_queries_are_uniform_and_classes_of_one_image_never_asked(config: TrainingConfig) -> None:
+    x, labels = clusters(3, 5, 8)
+    labels[0] = 99  # the only image of its class
+    data = join([x], [labels], [knn_graph(x, 16)[0]])
+    assert data.skipped == 1
+    sampler = TupleSampler(data, config)
+    asked = np.bincount(np.concatenate([row_of(data, sampler.batch(step, WHOLE).items[:, 0]) for step in range(200)]))
+    assert asked[0] == 0
+    assert asked[1:] == pytest.approx(200 * 32 / 39, rel=0.25)
+
+
+def test_the_pool_changes_every_so_many_updates(data: TrainingData, config: TrainingConfig) -> None:
+    sampler = TupleSampler(data, config)
+    pools = [sampler.batch(step, WHOLE).candidates for step in range(7)]
+    assert len(pools[0]) == 200
+    same = [torch.equal(pools[step], pools[step + 1]) for step in range(6)]
+    assert same == [True, True, False, True, True, False]
+
+
+def test_worlds_vary_in_size_and_take_the_sets_in_turn(data: TrainingData, config: TrainingConfig) -> None:
+    sampler = WorldSampler(data, config)
+    sizes = []
+    for step in range(100):
+        rows = row_of(data, sampler.batch(step, WHOLE).candidates)
+        start, stop = data.bounds[step % 2], data.bounds[step % 2 + 1]
+        assert ((rows >= start) & (rows < stop)).all()
+        sizes.append(len(rows))
+    assert max(sizes) <= config.world_rows
+    assert len(set(sizes)) > 20
+
+
+def test_worlds_draw_each_class_equally(config: TrainingConfig) -> None:
+    x, labels = clusters(4, 2, 30)
+    labels = np.where(np.arange(60) < 10, 0, 1).astype(np.int32)  # 10 and 50 images
+    config = dataclasses.replace(config, world_classes=1.0, world_images=1.0, batch=4, slots=4)
+    data = join([x], [labels])
+    sampler = WorldSampler(data, config)
+    asked = np.concatenate([data.labels[row_of(data, sampler.batch(step, WHOLE).items[:, 0])] for step in range(300)])
+    assert asked.mean() == pytest.approx(0.5, abs=0.05)
+
+
+def test_labels_of_two_sets_are_two_classes_unless_shared() -> None:
+    x, labels = clusters(1, 3, 4)
+    assert len(join([x, x], [labels, labels]).class_sizes) == 6
+    assert len(join([x, x], [labels, labels], shared_labels=True).class_sizes) == 3
+
+
+def test_others_never_gives_the_row_itself_and_gives_all_others() -> None:
+    labels = np.array([2, 0, 1, 0, 2, 0, 2, 2])
+    members = Members(labels)
+    found = members.others(np.arange(8)[labels != 1], np.linspace(0, 1, 50, endpoint=False)[None].repeat(7, 0))
+    for row, others in zip(np.arange(8)[labels != 1], found):
+        assert set(others) == set(np.flatnonzero(labels == labels[row])) - {row}
+
+
