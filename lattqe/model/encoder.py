@@ -62,8 +62,9 @@ class Encoder(nn.Module):
         """Multi-head scaled dot-product attention of tokens (n, t, W)."""
         n, t, width = x.shape
         q, k, v = self.qkv(x).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        dropout = self.dropout.p if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+        # No dropout of attention weights: Vaswani et al. drop sub-layer outputs only, and it would draw its mask from
+        # a generator that training cannot split by query.
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         return self.out(mixed.transpose(1, 2).reshape(n, t, width))
 
     def connect(self, x: torch.Tensor) -> torch.Tensor:
