@@ -1,0 +1,116 @@
+"""Joining feature sets, taking rows over, and finding an index's recipe again; without Ray."""
+
+import numpy as np
+import pytest
+
+from lattqe.augmentation import Recipe, describe, recompute, renumbered, reusable_rows
+from lattqe.errors import CorruptDataError, LattqeError
+from lattqe.expansion import create
+from lattqe.expansion.rows import expand_rows
+from lattqe.search import knn_graph
+from lattqe.search.update import update_graph
+from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Pending, features_table, neighbors_table
+from lattqe.store.join import check_joinable, join_features, kept_rows
+
+DIM, K = 12, 5
+
+
+def write_features(uri, x, first=0, labels=True):
+    ids = [f"id-{first + i}" for i in range(len(x))]
+    with FeatureWriter(str(uri), x.shape[1], labels=labels) as writer:
+        writer.append(x, ids, np.arange(len(x)) % 7 if labels else None)
+    return FeatureSet.open(str(uri))
+
+
+def write_graph(uri, features, k=K):
+    I, D = knn_graph(features.read(), k)  # noqa: E741
+    pending = Pending.begin(str(uri), "neighbors", {"k": k}, [features.rows],
+                            inputs={"features": features.as_input()})
+    pending.publish(0, neighbors_table(I, D))
+    pending.finish()
+    return NeighborGraph.open(str(uri))
+
+
+def write_index(uri, features, graph, method="alphaqe", spoil=None, **params):
+    I, D = graph.read()  # noqa: E741
+    vectors = expand_rows(create(method, **params), features.read(), I, D, features.gather).astype(features.dtype)
+    if spoil is not None:
+        vectors[spoil] = vectors[spoil - 1]
+    pending = Pending.begin(str(uri), "features", {"dim": DIM, "dtype": features.dtype}, [features.rows],
+                            config=describe(method, K, params), schema=features.table(0, 1).schema,
+                            inputs={"features": features.as_input(), "neighbors": graph.as_input()})
+    pending.publish(0, features_table(features.ids(), vectors, features.labels()))
+    pending.finish()
+    return FeatureSet.open(str(uri))
+
+
+def vectors(n, seed=0):
+    return np.random.default_rng(seed).standard_normal((n, DIM)).astype(np.float32)
+
+
+def test_grown_index_equals_from_scratch(tmp_path):
+    old = write_features(tmp_path / "old", vectors(300))
+    new = write_features(tmp_path / "new", vectors(12, seed=1), first=300)
+    graph = write_graph(tmp_path / "graph", old)
+    kept = kept_rows(old, ["id-3", "id-77"])
+    joined = join_features(old, kept, new, str(tmp_path / "joined"))
+    assert joined.ids() == [i for i in old.ids() if i not in ("id-3", "id-77")] + new.ids()
+    np.testing.assert_array_equal(joined.read(), np.concatenate([old.read()[kept], new.read()]))
+
+    I, D = graph.gather(kept)  # noqa: E741
+    I = renumbered(I, kept, old.rows)  # noqa: E741
+    updated = update_graph(joined.read(), I, D, stale=(I < -1).any(axis=1))
+    scratch = write_graph(tmp_path / "scratch", joined)
+    np.testing.assert_array_equal(updated[0], scratch.read()[0])
+
+    reusable = reusable_rows(graph, scratch, kept, K)
+    before = write_index(tmp_path / "before", old, graph, alpha=3.0)
+    after = write_index(tmp_path / "after", joined, scratch, alpha=3.0)
+    same = reusable >= 0
+    assert 0.3 < same.mean() < 1, "12 newcomers touch some rows, not all"
+    assert not same[-12:].any()
+    np.testing.assert_array_equal(after.read()[same], before.read()[reusable[same]])
+
+
+def test_joining_twice_is_the_same_set_and_other_removals_are_refused(tmp_path):
+    old = write_features(tmp_path / "old", vectors(20))
+    first = join_features(old, kept_rows(old, ["id-1"]), None, str(tmp_path / "joined"))
+    assert join_features(old, kept_rows(old, ["id-1"]), None, str(tmp_path / "joined")).digest == first.digest
+    with pytest.raises(LattqeError, match="differs"):
+        join_features(old, kept_rows(old, ["id-2"]), None, str(tmp_path / "joined"))
+
+
+def test_what_cannot_be_joined_is_refused(tmp_path):
+    old = write_features(tmp_path / "old", vectors(5))
+    with pytest.raises(LattqeError, match="'id-9'"):
+        kept_rows(old, ["id-9"])
+    with pytest.raises(LattqeError, match="nothing would be left"):
+        kept_rows(old, old.ids())
+    with pytest.raises(LattqeError, match="dim 3"):
+        check_joinable(old, write_features(tmp_path / "narrow", np.eye(3, dtype=np.float32)))
+    with pytest.raises(LattqeError, match="columns"):
+        check_joinable(old, write_features(tmp_path / "unlabelled", vectors(5), labels=False))
+    with pytest.raises(LattqeError, match="id-4"):
+        join_features(old, kept_rows(old, []), write_features(tmp_path / "again", vectors(2, 3), first=4),
+                      str(tmp_path / "joined"))
+
+
+def test_recompute_accepts_its_own_and_names_a_wrong_row(tmp_path):
+    features = write_features(tmp_path / "features", vectors(200))
+    graph = write_graph(tmp_path / "graph", features)
+    assert recompute(write_index(tmp_path / "index", features, graph), 200) < 1e-3
+    with pytest.raises(CorruptDataError, match="row 40 "):
+        recompute(write_index(tmp_path / "spoilt", features, graph, spoil=40), 200)
+    with pytest.raises(LattqeError, match="was not made by"):
+        recompute(features, 5)
+
+
+def test_inputs_move_with_the_index_or_are_missed_by_name(tmp_path):
+    features = write_features(tmp_path / "features", vectors(50))
+    graph = write_graph(tmp_path / "graph", features)
+    index = write_index(tmp_path / "index", features, graph)
+    (tmp_path / "graph").rename(tmp_path / "index" / "neighbors")
+    assert Recipe.of(index).graph.uri.endswith("index/neighbors")
+    (tmp_path / "features").rename(tmp_path / "elsewhere")
+    with pytest.raises(LattqeError, match=r"the features that made .* are not to be found"):
+        Recipe.of(index)
