@@ -11,7 +11,11 @@ from lattqe.errors import CorruptDataError
 EXIT_WRONG = 1
 
 
-def main(uri: Annotated[str, typer.Argument(help="A feature set, neighbor graph, list of ranks or model.")]) -> None:
+def main(
+    uri: Annotated[str, typer.Argument(help="A feature set, neighbor graph, list of ranks or model.")],
+    recompute: Annotated[int, typer.Option(min=0, help="Of an augmented index: compute that many random rows again "
+                                                       "from the recorded inputs and compare.")] = 0,
+) -> None:
     """Check every checksum and every invariant of a stored thing: exit code 0, or 1 and the first thing wrong."""
     from lattqe.store.checks import verify_thing
     from lattqe.store.manifest import describe_kind
@@ -22,6 +26,8 @@ def main(uri: Annotated[str, typer.Argument(help="A feature set, neighbor graph,
         total = open_thing(uri).manifest.total_bytes
         with progress_bar("verifying", total) as bar:
             manifest = verify_thing(uri, bar.advance)
+        if recompute:
+            recompute_rows(uri, recompute)
     except CorruptDataError as error:
         screen.print("[red]wrong:[/red] ", end="")
         screen.print(" ".join(str(error).split()), markup=False, soft_wrap=True)
@@ -29,6 +35,16 @@ def main(uri: Annotated[str, typer.Argument(help="A feature set, neighbor graph,
     rows = f", {manifest.rows:,} rows" if manifest.rows else ""
     screen.print(f"sound: {describe_kind(manifest.kind)}{rows}, {human_bytes(total)} in "
                  f"{time.monotonic() - started:.1f} s", markup=False, soft_wrap=True)
+
+
+def recompute_rows(uri: str, count: int) -> None:
+    """Compute random rows of an augmented index again and say how far they are off."""
+    from lattqe.augmentation import recompute
+    from lattqe.store import FeatureSet
+
+    index = FeatureSet.open(uri)
+    count = min(count, index.rows)
+    screen.print(f"{count:,} rows computed again: off by {recompute(index, count):.2g} at most", markup=False)
 
 
 app = command(main)
