@@ -1,0 +1,194 @@
+"""Reading published network files without running anything in them.
+
+A `.pth` file is a pickle. torch's restricted unpickler takes tensors and plain containers; the numpy arrays that the
+published files carry in `meta` (a learned whitening) are rebuilt here from their bytes by inert stand-ins, so that
+not even numpy's own unpickling code runs. Everything else in the file is refused by name.
+"""
+
+import io
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lattqe.errors import LattqeError
+from lattqe.extraction.resnet import STAGES, RetrievalNet
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+# torchvision's names of the children that cnnimageretrieval-pytorch numbers.
+TORCHVISION_CHILDREN = {"conv1": "0", "bn1": "1", "layer1": "4", "layer2": "5", "layer3": "6", "layer4": "7"}
+
+NUMBERS = frozenset({"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"})
+
+
+class _InertDtype:
+    """Stands in for numpy.dtype while unpickling: keeps a plain number type's code, refuses all else."""
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        if code not in NUMBERS:
+            raise pickle.UnpicklingError(f"array of type {code!r}: only plain numbers are read")
+        self.code, self.order = code, "="
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = state[1] if state[1] in ("<", ">") else "="
+
+
+class _InertArray:
+    """Stands in for numpy.ndarray while unpickling: keeps shape and bytes until they are checked."""
+
+    def __init__(self, *_: Any) -> None:
+        self.value = np.zeros(0)
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, raw = state
+        if not isinstance(dtype, _InertDtype) or not isinstance(raw, bytes):
+            raise pickle.UnpicklingError("an array that is not plain numbers")
+        flat = np.frombuffer(raw, dtype=np.dtype(dtype.code).newbyteorder(dtype.order))
+        self.value = flat.reshape(shape, order="F" if fortran else "C")
+
+
+def _inert_scalar(dtype: Any, raw: Any) -> Any:
+    """Stands in for numpy's scalar reconstruction: 8 bytes become one Python number."""
+    array = _InertArray()
+    array.__setstate__((1, (), dtype, False, raw))
+    return array.value.item()
+
+
+# numpy 1 and numpy 2 write different module names.
+STAND_INS: list[Any] = [
+    (stand_in, f"{module}.{name}")
+    for module in ("numpy.core.multiarray", "numpy._core.multiarray", "numpy")
+    for name, stand_in in (("_reconstruct", _InertArray), ("scalar", _inert_scalar),
+                           ("ndarray", _InertArray), ("dtype", _InertDtype))]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A network file, checked: its state has exactly the keys and shapes of its architecture."""
+
+    architecture: str
+    whitening: bool
+    state: Mapping[str, Tensor]
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    # Whitening to be applied after extraction: training set → 'ss' or 'ms' → {'m': (D, 1), 'P': (d, D)}.
+    post_whitening: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self) -> RetrievalNet:
+        """Make the network with these weights, in evaluation mode."""
+        with torch.device("meta"):
+            network = RetrievalNet(self.architecture, self.whitening)
+        state = {key: self.state[key].float() if key in self.state else torch.zeros((), dtype=torch.int64)
+                 for key in network.state_dict()}
+        network.load_state_dict(state, assign=True)
+        return network.eval()
+
+
+def read_checkpoint(data: bytes, name: str) -> Checkpoint:
+    """Read the bytes of a network file; `name` is for the messages.
+
+    Three layouts are known by their keys: cnnimageretrieval-pytorch's networks ({'meta', 'state_dict'}), its bare
+    convolutions (`0.weight`, `4.0.conv1.weight`, ...), and torchvision's classifiers (`conv1.weight`, `layer1...`,
+    whose last layer is left out). The latter two get GeM with p = 3 and no whitening.
+    """
+    content = _restricted_load(data, name)
+    if not isinstance(content, Mapping):
+        raise LattqeError(f"{name}: holds a {type(content).__name__}, not the dict of a network file")
+    if "state_dict" in content and "meta" in content:
+        checkpoint = _from_retrieval_layout(content, name)
+    elif "conv1.weight" in content or "0.weight" in content:
+        checkpoint = _from_bare_features(content)
+    else:
+        keys = ", ".join(map(repr, list(content)[:5]))
+        raise LattqeError(f"{name}: keys {keys} are of no known layout: expected 'meta' and 'state_dict' "
+                          "(cnnimageretrieval-pytorch) or the state dict of a torchvision ResNet")
+    _check_keys(checkpoint, name)
+    return checkpoint
+
+
+def _restricted_load(data: bytes, name: str) -> Any:
+    try:
+        with torch.serialization.safe_globals(STAND_INS):
+            content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged or hostile file can fail anywhere inside the unpickler
+        # torch wraps the reason in advice to load without restriction, which is the last thing to do with such a file.
+        inner = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
+        reason = str(inner).partition("Please use")[0] or type(inner).__name__
+        raise LattqeError(f"{name}: refused, it is not a file of plain tensors and numbers "
+                          f"({' '.join(reason.split())[:200]})") from None
+    return _plain(content)
+
+
+def _plain(value: Any) -> Any:
+    """Replace the stand-ins by the arrays they hold."""
+    if isinstance(value, _InertArray):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _from_retrieval_layout(content: Mapping[str, Any], name: str) -> Checkpoint:
+    meta, state = content["meta"], content["state_dict"]
+    if not isinstance(meta, Mapping) or not isinstance(state, Mapping):
+        raise LattqeError(f"{name}: 'meta' and 'state_dict' must be dicts")
+    for key, wanted in (("pooling", "gem"), ("regional", False), ("local_whitening", False)):
+        if meta.get(key, wanted) != wanted:
+            raise LattqeError(f"{name}: meta says {key} = {meta[key]!r}, and only {wanted!r} is supported")
+    return Checkpoint(
+        architecture=str(meta.get("architecture")), whitening=bool(meta.get("whitening", False)), state=state,
+        mean=_three_numbers(meta, "mean", IMAGENET_MEAN, name), std=_three_numbers(meta, "std", IMAGENET_STD, name),
+        post_whitening=meta.get("Lw", {}))
+
+
+def _three_numbers(meta: Mapping[str, Any], key: str, default: tuple[float, ...], name: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(value) for value in meta.get(key, default))
+    except (TypeError, ValueError):
+        numbers = ()
+    if len(numbers) != 3 or not all(np.isfinite(numbers)) or (key == "std" and min(numbers) <= 0):
+        raise LattqeError(f"{name}: meta says {key} = {meta.get(key)!r}, expected one number for each of R, G, B")
+    return numbers
+
+
+def _from_bare_features(content: Mapping[str, Any]) -> Checkpoint:
+    state = {"pool.p": torch.full((1,), 3.0)}
+    for key, value in content.items():
+        child, _, rest = key.partition(".")
+        if child != "fc":
+            state[f"features.{TORCHVISION_CHILDREN.get(child, child)}.{rest}"] = value
+    blocks = tuple(len({key.split(".")[2] for key in state if key.startswith(f"features.{stage}.")})
+                   for stage in range(4, 8))
+    architecture = next((name for name, stages in STAGES.items() if stages == blocks), f"with stages {blocks}")
+    return Checkpoint(architecture, whitening=False, state=state)
+
+
+def _check_keys(checkpoint: Checkpoint, name: str) -> None:
+    """Refuse missing, unexpected and misshapen entries by name."""
+    with torch.device("meta"):
+        expected = RetrievalNet(checkpoint.architecture, checkpoint.whitening).state_dict()
+    counters = {key for key in expected if key.endswith("num_batches_tracked")}  # files before torch 0.4.1 lack them
+    state = checkpoint.state
+    found = [("is missing", key) for key in expected if key not in state and key not in counters]
+    found += [("is unexpected", key) for key in state if key not in expected]
+    found += [(f"has shape {_shape(state[key])}, expected {tuple(expected[key].shape)}", key)
+              for key in expected if key in state and key not in counters and _shape(state[key]) != expected[key].shape]
+    found += [("holds NaN or infinity", key) for key in expected
+              if isinstance(state.get(key), Tensor) and not torch.isfinite(state[key]).all()]
+    if found:
+        shown = "; ".join(f"{key!r} {trouble}" for trouble, key in found[:5])
+        more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+        raise LattqeError(f"{name}: not a {checkpoint.architecture} with GeM"
+                          f"{' and whitening' if checkpoint.whitening else ''}: {shown}{more}")
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) and value.is_floating_point() else None

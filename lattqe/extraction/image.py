@@ -1,0 +1,159 @@
+"""One image file's bytes to RGB pixels, or a reason why not.
+
+Nothing that a file holds may end a run of a million: every failure is a `BadImage` with a short reason. The header is
+read first, and a file whose header promises too many pixels is refused before any of them is decoded.
+"""
+
+import io
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from lattqe.errors import LattqeError
+
+# Raster formats with self-contained decoders and a signature. Left out on purpose: EPS and PDF (they start an
+# interpreter), containers of other images (ICO, ICNS), formats without a signature (TGA takes any bytes).
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+
+# EXIF orientation (tag 0x0112) → what brings the picture upright.
+ORIENTATION_TAG = 0x0112
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90}
+
+Box = tuple[float, float, float, float]
+
+
+class BadImage(Exception):
+    """A file that gives no picture; the message is the reason that is listed in skipped.csv."""
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How a picture is brought to the size that the network sees."""
+
+    size: int = 1024  # long side at most this; smaller pictures are never enlarged (published setting)
+    center_crop: int | None = None  # instead: the central square, scaled to this (classification encoders)
+    exif: bool = True  # turn upright by the orientation tag; the published pipeline ignores it
+    max_pixels: int = 89_000_000  # by the header; just below the size that Pillow itself warns of
+
+    def __post_init__(self) -> None:
+        for name, value in (("size", self.size), ("center crop", self.center_crop), ("max pixels", self.max_pixels)):
+            if value is not None and value < 1:
+                raise LattqeError(f"{name} must be at least 1, not {value}")
+
+
+def decode(data: bytes, framing: Framing, box: Box | None = None) -> np.ndarray:
+    """Decode, crop to `box`, turn upright, scale: → (h, w, 3) uint8 RGB. Raises BadImage.
+
+    `box` is (x1, y1, x2, y2) in pixels of the raster as stored, as the revisited ground truth has it; what remains is
+    scaled by the factor that the full picture would be scaled by.
+    """
+    if not data:
+        raise BadImage("empty file")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_header(image, framing)
+            image.load()  # an animation's first frame
+            full_side = max(image.size)
+            picture = to_rgb(image)
+            orientation = _orientation(image) if framing.exif else 1
+        if box is not None:
+            picture = crop(picture, box)
+        if orientation in UPRIGHT:
+            picture = picture.transpose(UPRIGHT[orientation])
+        return np.asarray(scale(picture, framing, full_side))
+    except BadImage:
+        raise
+    except UnidentifiedImageError:
+        raise BadImage("not an image of a known format") from None
+    except Image.DecompressionBombError:
+        raise BadImage(f"too large: over {framing.max_pixels} pixels by its header") from None
+    except MemoryError:
+        raise BadImage("too large: out of memory") from None
+    except Exception as error:  # Pillow's decoders raise almost anything on damaged files
+        raise BadImage(f"cannot be decoded: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
+
+
+def _check_header(image: Image.Image, framing: Framing) -> None:
+    width, height = image.size
+    if width < 1 or height < 1:
+        raise BadImage(f"no pixels: {width}×{height} by its header")
+    if width * height > framing.max_pixels:
+        raise BadImage(f"too large: {width}×{height} by its header, over {framing.max_pixels} pixels")
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return int(image.getexif().get(ORIENTATION_TAG, 1))
+    except Exception:  # damaged EXIF of a sound picture: take it as it lies
+        return 1
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Convert any mode to RGB: grey is repeated, 16 bits are scaled to 8, transparency is laid over white."""
+    if image.mode.startswith("I"):
+        return _grey16_to_rgb(image)
+    if image.mode == "F":
+        raise BadImage("floating-point pixels have no agreed range")
+    if image.has_transparency_data:
+        picture = image.convert("RGBA")
+        white = Image.new("RGBA", picture.size, "white")
+        return Image.alpha_composite(white, picture).convert("RGB")
+    return image.convert("RGB")
+
+
+def _grey16_to_rgb(image: Image.Image) -> Image.Image:
+    """Scale 0..65535 to 0..255; Pillow's own conversion would clip everything above 255 to white."""
+    values = np.asarray(image)
+    if values.size and (values.min() < 0 or values.max() > 65_535):
+        raise BadImage("integer pixels beyond 16 bits have no agreed range")
+    return Image.fromarray(np.rint(values / 257).astype(np.uint8)).convert("RGB")
+
+
+def crop(picture: Image.Image, box: Box) -> Image.Image:
+    """Cut out the box, its corners rounded to whole pixels and clipped to the picture."""
+    x1, y1, x2, y2 = (round(float(corner)) for corner in box)
+    clipped = max(x1, 0), max(y1, 0), min(x2, picture.width), min(y2, picture.height)
+    if clipped[0] >= clipped[2] or clipped[1] >= clipped[3]:
+        raise BadImage(f"the crop {tuple(box)} holds nothing of its {picture.width}×{picture.height} pixels")
+    return picture.crop(clipped)
+
+
+def scale(picture: Image.Image, framing: Framing, full_side: int) -> Image.Image:
+    """Shrink with Lanczos: by the factor that brings a picture with a long side of `full_side` to the size limit."""
+    if framing.center_crop is not None:
+        return _central_square(picture, framing.center_crop)
+    limit = max(1, math.floor(framing.size * max(picture.size) / full_side))
+    target = fitted_size(picture.width, picture.height, limit)
+    return picture if target == picture.size else picture.resize(target, Image.Resampling.LANCZOS)
+
+
+def fitted_size(width: int, height: int, limit: int) -> tuple[int, int]:
+    """Largest (width, height) within limit × limit of nearly this aspect; never larger than it was.
+
+    The short side is rounded to the neighbour whose aspect is nearer, as Pillow's thumbnail does.
+    """
+    long, short = max(width, height), min(width, height)
+    if long <= limit:
+        return width, height
+    exact = limit * short / long
+    aspect = width / height
+
+    def miss(side: int) -> float:
+        if side < 1:
+            return math.inf
+        return abs(aspect - (limit / side if width >= height else side / limit))
+
+    side = max(1, min(math.floor(exact), math.ceil(exact), key=miss))
+    return (limit, side) if width >= height else (side, limit)
+
+
+def _central_square(picture: Image.Image, side: int) -> Image.Image:
+    """Scale the central square to `side` × `side`, enlarging too; the rest is cut before scaling, not after."""
+    short = min(picture.size)
+    left, top = (picture.width - short) / 2, (picture.height - short) / 2
+    return picture.resize((side, side), Image.Resampling.LANCZOS, box=(left, top, left + short, top + short))
