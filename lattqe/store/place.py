@@ -123,7 +123,6 @@ class Place(ABC):
 def open_place(uri: str) -> Place:
     """Open `dir`, `file:///dir` or `s3://bucket/prefix`; nothing is created or contacted yet."""
     from lattqe.store.local import LocalPlace
-    from lattqe.store.s3 import S3Place
 
     uri = str(uri)
     if uri.startswith("s3://") and ("@" in uri.split("/")[2] or "?" in uri):  # other tools allow this: never show it
@@ -137,5 +136,7 @@ def open_place(uri: str) -> Place:
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
         return LocalPlace(unquote(parts.path))
     if parts.scheme == "s3" and parts.netloc:
+        from lattqe.store.s3 import S3Place  # boto3 takes long to import and is needed only here
+
         return S3Place(parts.netloc, uri.split("://", 1)[1].partition("/")[2])
     raise LattqeError(f"{uri!r} is no place: give a folder, file:///folder or s3://bucket/prefix")

@@ -1,0 +1,175 @@
+"""Places: plain names, whole files or none, one winner among many writers, errors in one line."""
+
+import os
+import resource
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lattqe.errors import AlreadyExistsError, LattqeError
+from lattqe.store import MissingFileError, open_place
+from lattqe.store.local import LocalPlace, explained
+
+
+@pytest.fixture(params=["disk", pytest.param("s3", marks=pytest.mark.s3)])
+def place(request: pytest.FixtureRequest, tmp_path):
+    return open_place(str(tmp_path / "place") if request.param == "disk" else request.getfixturevalue("s3_uri"))
+
+
+def test_files_come_and_go(place):
+    assert place.list() == []
+    assert not place.exists("a")
+    place.write("b/c", b"deep")
+    place.write("a", b"0123456789")
+    place.write("a", b"9876543210")
+    assert place.sizes() == {"a": 10, "b/c": 4}
+    assert place.read("a") == b"9876543210"
+    assert place.read_range("a", 2, 3) == b"765"
+    assert place.child("b").read("c") == b"deep"
+    with place.open_input("a") as file:
+        file.seek(8)
+        assert file.read() == b"10"
+    place.delete("a")
+    place.delete("a")
+    with pytest.raises(MissingFileError, match="no such"):
+        place.read("a")
+    with pytest.raises(LattqeError, match="ends at byte 4, not 9"):
+        place.read_range("b/c", 1, 8)
+    place.delete_tree()
+    assert place.list() == []
+
+
+def test_empty_file(place):
+    place.write("empty", b"")
+    assert (place.size("empty"), place.read("empty")) == (0, b"")
+
+
+def test_output_shows_on_a_clean_exit_only(place):
+    def fail() -> None:
+        with place.open_output("half") as file:
+            file.write(b"x" * 100_000)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert place.list() == []
+    with place.open_output("whole") as file:
+        file.write(b"x" * 100_000)
+        assert place.list() == []
+    assert place.size("whole") == 100_000
+
+
+def test_one_of_eight_creates(place):
+    won, lost = [], []
+    start = threading.Barrier(8)
+
+    def create(number: int) -> None:
+        start.wait()
+        try:
+            place.create("once", bytes([number]) * 1000)
+            won.append(number)
+        except AlreadyExistsError:
+            lost.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(won), len(lost)) == (1, 7)
+    assert place.read("once") == bytes(won) * 1000
+    assert place.list() == ["once"]
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../b", "a//b", "a/", "./a", "a\\b", "a\nb", "a\0b"])
+def test_names_that_could_leave_the_folder_are_refused(name, tmp_path):
+    for place in (open_place(str(tmp_path)), open_place("s3://bucket/prefix")):
+        with pytest.raises(LattqeError, match="refused file name"):
+            place.read(name)
+        with pytest.raises(LattqeError, match="refused file name"):
+            place.write(name, b"")
+
+
+@pytest.mark.parametrize("uri", ["", "  ", "ftp://host/x", "s3://", "s3:///x", "file://host/x", "a\nb"])
+def test_unknown_addresses(uri):
+    with pytest.raises(LattqeError, match="is no place"):
+        open_place(uri)
+
+
+@pytest.mark.parametrize("uri", ["s3://key:hunter2@bucket/x", "s3://bucket/x?secret_key=hunter2"])
+def test_credentials_in_an_address_are_refused_and_not_shown(uri):
+    with pytest.raises(LattqeError, match="holds no credentials") as caught:
+        open_place(uri)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_one_folder_by_three_addresses(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    open_place("a b").write("x", b"1")
+    assert open_place(f"file://{tmp_path}/a%20b").read("x") == b"1"
+    assert open_place(f"{tmp_path}/a b") == open_place("a b")
+    assert open_place("s3://bucket/a//b/").uri == "s3://bucket/a/b"
+
+
+def test_file_where_a_folder_is_needed(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    place = open_place(str(tmp_path / "file"))
+    for action in (lambda: place.write("x", b""), lambda: place.create("x", b""), lambda: place.list(),
+                   lambda: open_place(str(tmp_path)).read_range("nothing/x", 0, 1)):
+        with pytest.raises(LattqeError, match=r"file|no such"):
+            action()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(LattqeError, match="it is a folder"):
+        open_place(str(tmp_path)).read("folder")
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "x"), OSError(30, "x"), OSError(122, "x"), OSError(5, "x")])
+def test_errors_of_the_system_become_one_line(error):
+    with pytest.raises(LattqeError, match=r"^cannot write /there: [^\n]+$"), explained("write", Path("/there")):
+        raise error
+
+
+def test_file_too_large_leaves_nothing(tmp_path):
+    place = open_place(str(tmp_path / "new" / "place"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        for action in (place.write, place.create):
+            with pytest.raises(LattqeError, match=r"cannot write .*larger than"):
+                action("x", b"x" * 200_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk_leaves_nothing(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if shutil.which("mount") is None or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        with pytest.raises(LattqeError, match="no space is left on that disk"):
+            open_place(str(disk / "new")).create("x", b"x" * 200_000)
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_leftovers_of_the_dead_are_swept_those_of_the_living_stay(tmp_path):
+    place = LocalPlace(tmp_path)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    host = os.uname().nodename
+    alive = f".tmp-{host}-{os.getpid()}-aa"
+    for name in (f".tmp-{host}-{dead.pid}-aa", alive, ".tmp-else-where-1-aa", ".tmp-else-2-bb"):
+        (tmp_path / name).write_bytes(b"")
+    long_ago = time.time() - 100_000
+    os.utime(tmp_path / ".tmp-else-where-1-aa", (long_ago, long_ago))
+    assert place.list() == []
+    place.sweep()
+    assert {path.name for path in tmp_path.iterdir()} == {alive, ".tmp-else-2-bb"}
