@@ -27,6 +27,11 @@ QUIET = {
 LOCAL_OBJECT_STORE_BYTES = 512 * 2**20
 
 
+def forwarded_environment() -> dict[str, str]:
+    """The driver's storage settings, for workers and jobs elsewhere."""
+    return {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+
+
 def _runtime_env() -> dict[str, Any]:
     """Ship our packages and storage settings to a running cluster, so that every node runs the driver's code.
 
@@ -35,8 +40,7 @@ def _runtime_env() -> dict[str, Any]:
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         return {}
     root = Path(lattqe.__file__).parent
-    variables = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-    return {"py_modules": [str(root), str(root.parent / "cluster")], "env_vars": variables}
+    return {"py_modules": [str(root), str(root.parent / "cluster")], "env_vars": forwarded_environment()}
 
 
 def _connect(address: str | None, cpus: int | None) -> None:

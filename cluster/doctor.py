@@ -1,0 +1,139 @@
+"""Looking at every node of a cluster: versions, devices, memory, disk, clock, and whether storage can be written."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from lattqe.errors import LattqeError
+
+PACKAGES = ("ray", "torch", "numpy", "pyarrow", "boto3", "safetensors", "faiss-cpu", "faiss-gpu", "lattqe")
+LEAST_SHARED_MEMORY = 1 << 30  # Ray falls back to slow files on disk below what its object store wants
+LEAST_DISK = 10 << 30  # a cached million rows of 2048 halves, and room for parts in the making
+LARGEST_SKEW = 5.0  # seconds; S3 refuses signatures that are minutes off, tokens expire
+
+
+@dataclass
+class NodeReport:
+    """What one node says of itself."""
+
+    node: str
+    python: str = ""
+    packages: dict[str, str] = field(default_factory=dict)
+    gpus: list[str] = field(default_factory=list)
+    faiss: str = ""
+    shared_memory: int = 0
+    disk: int = 0
+    clock_skew: float = 0.0
+    storage: str = ""  # "" not asked, "ok", or what went wrong
+    error: str = ""
+
+
+def examine_node(name: str, place_uri: str | None) -> dict[str, Any]:
+    """Report on the node this runs on; `place_uri` is written to, read back and cleaned."""
+    report = NodeReport(name, python=platform.python_version())
+    for package in PACKAGES:
+        try:
+            report.packages[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    report.gpus, report.faiss = _gpus(), _faiss_build()
+    report.shared_memory = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    report.disk = shutil.disk_usage(os.environ.get("TMPDIR", "/tmp")).free
+    if place_uri is not None:
+        report.storage = _try_storage(place_uri)
+    return asdict(report) | {"time": time.time()}
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+
+
+def _faiss_build() -> str:
+    try:
+        import faiss
+    except ImportError as error:
+        return f"missing: {error}"
+    return f"{faiss.__version__} {'GPU' if hasattr(faiss, 'StandardGpuResources') else 'CPU'}"
+
+
+def _try_storage(uri: str) -> str:
+    from lattqe.store import open_place
+
+    name, content = f"doctor-{uuid.uuid4().hex}", b"lattqe doctor"
+    try:
+        place = open_place(uri)
+        place.create(name, content)
+        came_back = place.read(name)
+        place.delete(name)
+    except LattqeError as error:
+        return str(error)
+    return "ok" if came_back == content else "what was written came back different"
+
+
+def examine(place_uri: str | None, timeout: float = 60.0) -> list[NodeReport]:
+    """Examine every living node of the connected cluster."""
+    task = ray.remote(num_cpus=0)(examine_node)
+    reports = []
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        name = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        sent = time.time()
+        try:
+            answer = ray.get(task.options(scheduling_strategy=strategy).remote(name, place_uri), timeout=timeout)
+        except ray.exceptions.RayError as error:
+            reports.append(NodeReport(name, error=str(error).strip().splitlines()[-1]))
+            continue
+        # The node looked at its clock somewhere between our two looks: only what lies outside is certainly skew.
+        told, received = answer.pop("time"), time.time()
+        reports.append(NodeReport(**answer))
+        reports[-1].clock_skew = max(0.0, told - received, sent - told)
+    return reports
+
+
+def to_mend(reports: list[NodeReport]) -> list[str]:
+    """What is wrong, each as one line that says what to do."""
+    lines = []
+    for report in reports:
+        if report.error:
+            lines.append(f"{report.node}: does not answer ({report.error}): restart Ray there")
+            continue
+        if report.shared_memory < LEAST_SHARED_MEMORY:
+            lines.append(f"{report.node}: {report.shared_memory >> 20} MiB of shared memory free: "
+                         "give the container a larger /dev/shm (--shm-size)")
+        if report.disk < LEAST_DISK:
+            lines.append(f"{report.node}: {report.disk >> 30} GiB of disk free: clean up, or point TMPDIR elsewhere")
+        if report.clock_skew > LARGEST_SKEW:
+            lines.append(f"{report.node}: its clock is {report.clock_skew:.0f} s off: start a time service (chrony)")
+        if report.storage not in ("", "ok"):
+            lines.append(f"{report.node}: storage: {report.storage}")
+        if "faiss-cpu" in report.packages and "faiss-gpu" in report.packages:
+            lines.append(f"{report.node}: faiss-cpu hides faiss-gpu: pip uninstall faiss-cpu")
+        if report.faiss.startswith("missing"):
+            lines.append(f"{report.node}: faiss is {report.faiss}: pip install 'lattqe[cpu]' or 'lattqe[gpu]'")
+        elif report.gpus and report.faiss.endswith("CPU"):
+            lines.append(f"{report.node}: has {len(report.gpus)} GPUs but a faiss without them: "
+                         "pip uninstall faiss-cpu; pip install 'lattqe[gpu]'")
+    return lines + _differences(reports)
+
+
+def _differences(reports: list[NodeReport]) -> list[str]:
+    """Versions that differ between nodes: results would depend on where a block runs."""
+    answered = [report for report in reports if not report.error]
+    lines = []
+    for name in ("python", *PACKAGES):
+        versions = {report.python if name == "python" else report.packages.get(name, "none") for report in answered}
+        if len(versions) > 1 and not name.startswith("faiss"):
+            lines.append(f"{name} differs between nodes ({', '.join(sorted(versions))}): install the same everywhere")
+    return lines

@@ -1,0 +1,47 @@
+"""Check every node of a cluster, and whether storage can be written; print what to mend."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from jobs.console import command, human_bytes, print_json, run, screen, show_table
+
+EXIT_TO_MEND = 1
+
+
+def main(
+    place: Annotated[str | None, typer.Argument(help="A folder or s3:// address that every node must be able to "
+                                                     "write.")] = None,
+    address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON on stdout.")] = False,
+) -> None:
+    """Check every node of a cluster, and whether storage can be written; exit code 1 if there is something to mend.
+
+    Example: lattqe doctor s3://bucket/prefix --address auto
+    """
+    from cluster.doctor import examine, to_mend
+    from cluster.session import ray_session
+
+    with ray_session(address):
+        reports = examine(place)
+    lines = to_mend(reports)
+    if json:
+        print_json({"nodes": [asdict(report) for report in reports], "mend": lines})
+    for report in reports:
+        versions = ", ".join(f"{name} {version}" for name, version in report.packages.items())
+        show_table(report.node, {
+            "python": report.python, "packages": versions, "faiss": report.faiss,
+            "GPUs": ", ".join(report.gpus) or "none", "shared memory free": human_bytes(report.shared_memory),
+            "disk free": human_bytes(report.disk), "storage": report.storage or "not asked"})
+    for line in lines:
+        screen.print(f"mend: {line}", markup=False, soft_wrap=True)
+    if lines:
+        raise SystemExit(EXIT_TO_MEND)
+    screen.print(f"all well: {len(reports)} node{'s' if len(reports) != 1 else ''}")
+
+
+app = command(main)
+
+if __name__ == "__main__":
+    run(app)
