@@ -3,29 +3,36 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from lattqe.device import pick_device
 from lattqe.errors import LattqeError
-from lattqe.expansion.base import Lists, Method
+from lattqe.expansion.base import Expanded, Lists, Method
+from lattqe.model.fast import FastLAttQE
 from lattqe.model.network import LAttQE
 
 
 @dataclass
 class AttentionExpansion(Method):
-    """w_i = cos(q̃, d̃_i) in the transformed space; for database rows (dba) softmax(cos / T)."""
+    """w_i = cos(q̃, d̃_i) in the transformed space; for database rows (dba) softmax(cos / T).
+
+    When many database rows are expanded, the first products of each row can be computed once and kept (on disk,
+    memory-mapped): `table = shared_rows(xb)`, then `expand_shared` instead of `expand`.
+    """
 
     name: ClassVar[str] = "lattqe"
     default_k: ClassVar[int] = 64
     model: str | LAttQE | None = None  # where a trained network is stored, or the network itself
     dba: bool = False  # the tempered softmax, for rows of the database
-    network: LAttQE = field(init=False, repr=False)
+    precision: str = "float32"  # or int8 on CPUs, half on GPUs: faster, cosine to the float32 result above .999
+    fast: FastLAttQE = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.model is None:
             raise LattqeError("lattqe needs model: the folder or s3:// address of a trained network, or a LAttQE")
         network = self.model if isinstance(self.model, LAttQE) else LAttQE.load(self.model)
-        self.network = network.to(pick_device(self.device)).eval()
+        self.fast = FastLAttQE(network, self.precision, pick_device(self.device))
 
     @property
     def params(self) -> dict[str, Any]:
@@ -35,4 +42,46 @@ class AttentionExpansion(Method):
     def weights(self, lists: Lists) -> torch.Tensor:
         """(n, 1 + k), from -1 to 1; with dba positive and adding up to 1."""
         t = 1 + lists.k
-        return self.network(lists.items[:, :t], lists.valid[:, :t], dba=self.dba).weights
+        return self.fast.weights(lists.items[:, :t], lists.valid[:, :t], self.dba)
+
+    @property
+    def shared_width(self) -> int:
+        """Columns of `shared_rows`; 0 where the network has nothing to share and `expand` is the way."""
+        return self.fast.shared_width
+
+    def shared_rows(self, x: np.ndarray) -> np.ndarray:
+        """What all lists share of database rows x (n, D): (n, shared_width) float32, 4 × shared_width bytes a row."""
+        return self.fast.shared_rows(torch.from_numpy(x.astype(np.float32))).cpu().numpy()
+
+    def expand_shared(
+        self,
+        x: np.ndarray,
+        neighbors: np.ndarray,
+        scores: np.ndarray,
+        table: np.ndarray,
+        rows: np.ndarray,
+    ) -> Expanded:
+        """`expand` with the first products looked up: the same result within 1e-4, about a sixth less work.
+
+        x (n, D), neighbors (n, k, D), scores (n, k); table (nb, shared_width), what `shared_rows` gave for the
+        whole database (float32, or float16 for half the bytes; may be memory-mapped: rows are read batch by batch);
+        rows (n, 1 + k): where the item itself and its neighbors stand in the table, -1 for missing neighbors.
+        """
+        n, k = scores.shape
+        if rows.shape != (n, 1 + k) or neighbors.shape[:2] != (n, k) or len(x) != n:
+            raise LattqeError(f"rows {rows.shape} do not fit scores {scores.shape}: want (n, 1 + k), the item first")
+        if table.ndim != 2 or table.shape[1] != self.shared_width:
+            raise LattqeError(f"table {table.shape} does not fit: this network shares {self.shared_width} columns")
+        if n and (rows.max() >= len(table) or rows[:, 0].min() < 0):
+            raise LattqeError(f"row {int(rows.max())} is not in the table of {len(table)} rows")
+
+        def weigh(block: slice, lists: Lists) -> torch.Tensor:
+            wanted = np.maximum(rows[block], 0)
+            return self.fast.weights(
+                lists.items,
+                lists.valid,
+                self.dba,
+                lambda batch: torch.from_numpy(np.take(table, wanted[batch], axis=0)),
+            )
+
+        return self._expand([x[:, None], neighbors], [rows >= 0], scores, weigh)

@@ -6,7 +6,7 @@ the cache, masking, summing, normalising and the degenerate cases are here, once
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -93,21 +93,33 @@ class Method(ABC):
         A row without neighbors, or whose weighted sum cancels, stays what it was. Deterministic.
         """
         _check_shapes(x, neighbors, scores, valid, negatives, negatives_valid)
-        (n, k, dim), m = neighbors.shape, 0 if negatives is None else negatives.shape[1]
+        (n, k, dim) = neighbors.shape
         if valid is None:
             valid = np.ones((n, k), dtype=bool)
         if negatives is None:
             negatives = np.zeros((n, 0, dim), dtype=np.float32)
         if negatives_valid is None:
-            negatives_valid = np.ones((n, m), dtype=bool)
+            negatives_valid = np.ones(negatives.shape[:2], dtype=bool)
+        parts, masks = [x[:, None], neighbors, negatives], [np.ones((n, 1), dtype=bool), valid, negatives_valid]
+        return self._expand(parts, masks, scores, lambda rows, lists: self.weights(lists))
+
+    def _expand(
+        self,
+        parts: list[np.ndarray],
+        masks: list[np.ndarray],
+        scores: np.ndarray,
+        weigh: Callable[[slice, Lists], torch.Tensor],
+    ) -> Expanded:
+        """Expand block by block with the weights that `weigh` gives to the rows of a slice."""
+        n, dim = parts[0].shape[0], parts[0].shape[2]
+        t = sum(part.shape[1] for part in parts)
         vectors = np.empty((n, dim), dtype=np.float32)
-        weights = np.zeros((n, 1 + k + m), dtype=np.float32)
+        weights = np.zeros((n, t), dtype=np.float32)
         device = pick_device(self.device)
         with torch.inference_mode():
-            for rows in blocks(n, (1 + k + m) * dim * 4):
-                parts = [x[rows, None], neighbors[rows], negatives[rows]]
-                lists = pack(parts, [None, valid[rows], negatives_valid[rows]], scores[rows], device)
-                w = self.weights(lists)
+            for rows in blocks(n, t * dim * 4):
+                lists = pack([part[rows] for part in parts], [mask[rows] for mask in masks], scores[rows], device)
+                w = weigh(rows, lists)
                 w = torch.where(lists.valid[:, : w.shape[1]], w, 0)
                 weights[rows, : w.shape[1]] = w.cpu().numpy()
                 vectors[rows] = aggregate(w, lists.items[:, : w.shape[1]]).cpu().numpy()
@@ -135,21 +147,14 @@ def blocks(n: int, row_bytes: int) -> Iterator[slice]:
         yield slice(start, min(n, start + step))
 
 
-def pack(parts: list[np.ndarray], valid: list[np.ndarray | None], scores: np.ndarray, device: torch.device) -> Lists:
-    """Join arrays (n, t_j, D) and their masks (n, t_j) (None: all valid) into `Lists`, with zeros on padding."""
-    n, dim = parts[0].shape[0], parts[0].shape[2]
-    sizes = [part.shape[1] for part in parts]
-    items = np.empty((n, sum(sizes), dim), dtype=np.float32)
-    mask = np.ones((n, sum(sizes)), dtype=bool)
-    start = 0
-    for part, ok in zip(parts, valid):
-        items[:, start : start + part.shape[1]] = part
-        if ok is not None:
-            mask[:, start : start + part.shape[1]] = ok
-        start += part.shape[1]
-    items[~mask] = 0  # padding may hold anything, NaN included
-    scores = np.where(mask[:, 1 : 1 + scores.shape[1]], scores, 0).astype(np.float32)
-    return Lists(*(torch.from_numpy(array).to(device) for array in (items, mask, scores)))
+def pack(parts: list[np.ndarray], masks: list[np.ndarray], scores: np.ndarray, device: torch.device) -> Lists:
+    """Join arrays (n, t_j, D) and their masks (n, t_j) into `Lists`, with zeros on padding."""
+    valid = np.concatenate(masks, axis=1)
+    items = np.empty((*valid.shape, parts[0].shape[2]), dtype=np.float32)
+    np.concatenate(parts, axis=1, out=items, casting="same_kind")
+    items[~valid] = 0  # padding may hold anything, NaN included
+    scores = np.where(valid[:, 1 : 1 + scores.shape[1]], scores, 0).astype(np.float32)
+    return Lists(*(torch.from_numpy(array).to(device) for array in (items, valid, scores)))
 
 
 def _check_shapes(

@@ -57,15 +57,20 @@ class LAttQEConfig:
                 raise LattqeError(f"{name} is {getattr(self, name)!r}: use one of {', '.join(allowed)}")
         for name in ("dim", "layers", "heads", "width", "ffn", "max_k"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            optional = name in ("width", "ffn")
+            if not (optional and value is None) and (not isinstance(value, int) or not _is_number(value) or value < 1):
                 raise LattqeError(f"{name} is {value!r}: use a whole number from 1")
         for name in ("dropout", "content_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise LattqeError(f"{name} is {getattr(self, name)!r}: use a share from 0 to below 1")
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 <= value < 1):
+                raise LattqeError(f"{name} is {value!r}: use a share from 0 to below 1")
         for name in ("power_start", "temperature_start"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
+            if not (_is_number(value) and 0 < value < float("inf")) and not (value is None and name == "power_start"):
                 raise LattqeError(f"{name} is {value!r}: use a number above 0")
+        for setting in dataclasses.fields(self):
+            if setting.type is bool and not isinstance(getattr(self, setting.name), bool):
+                raise LattqeError(f"{setting.name} is {getattr(self, setting.name)!r}: use true or false")
         if self.token_width % self.heads:
             raise LattqeError(f"{self.heads} heads do not divide the width {self.token_width}: use a divisor")
         self._check_tokens()
@@ -101,3 +106,8 @@ class LAttQEConfig:
         if unknown:
             raise LattqeError(f"unknown network setting {', '.join(unknown)}: made by a newer version of lattqe?")
         return cls(**values)
+
+
+def _is_number(value: object) -> bool:
+    """An int or a float; True and False are no numbers here."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -66,9 +66,12 @@ class LAttQE(nn.Module):
             raise LattqeError(
                 f"{source}: network version {config.get('version')!r}, this lattqe reads {VERSION}: train it again"
             )
+        settings = config.get("network")
+        if not isinstance(settings, dict):
+            raise LattqeError(f"{source}: config.json has no settings of a network: it is no model of lattqe")
         try:
-            network = cls(LAttQEConfig.from_dict(config.get("network", {})))
-        except (LattqeError, TypeError) as error:
+            network = cls(LAttQEConfig.from_dict(settings))
+        except LattqeError as error:
             raise LattqeError(f"{source}: {error}") from error
         wanted = network.state_dict()
         for name in sorted(set(wanted) ^ set(tensors)):

@@ -36,27 +36,26 @@ class Tokens(nn.Module):
 
     def forward(self, items: torch.Tensor, valid: torch.Tensor) -> Inputs:
         """Items (n, t, D) with row 0 the query and valid (n, t) bool, to what the encoders read."""
-        relations = items @ items.transpose(1, 2) if self.config.relation_bias else None
-        content, context = self.content(items), self.context(items)
-        tokens = context if content is None else content if context is None else content + context
-        assert tokens is not None  # the configuration has at least one of them
-        return Inputs(tokens.expand(*items.shape[:2], -1), valid, relations)
+        tokens = self.content(items) + self.context(items)
+        return Inputs(tokens.expand(*items.shape[:2], -1), valid, self.relations(items))
 
-    def content(self, items: torch.Tensor) -> torch.Tensor | None:
-        """What an item brings by itself (n, t, W), whatever list it is in; None for position only."""
+    def content(self, items: torch.Tensor) -> torch.Tensor:
+        """What an item brings by itself (..., W), whatever list it is in; (W,) zeros for position only."""
         if not self.config.visual:
-            return None
+            return items.new_zeros(self.config.token_width)
         items = self.content_dropout(items)
         return items if self.projection is None else self.projection(items)
 
-    def context(self, items: torch.Tensor) -> torch.Tensor | None:
-        """What its place in the list adds, (t, W) or (n, t, W); None without rank and similarity."""
-        if items.shape[1] > 1 + self.config.max_k:
-            raise LattqeError(
-                f"{items.shape[1] - 1} neighbors, but this network has ranks for {self.config.max_k}: use a smaller k"
-            )
-        context = None if self.positions is None else self.positions[: items.shape[1]]
+    def context(self, items: torch.Tensor) -> torch.Tensor:
+        """What its place in the list adds: (t, W), or (n, t, W) with the similarity to the query."""
+        t = items.shape[1]
+        if t > 1 + self.config.max_k:
+            raise LattqeError(f"{t - 1} neighbors, but this network has ranks for {self.config.max_k}: use a smaller k")
+        context = items.new_zeros(t, self.config.token_width) if self.positions is None else self.positions[:t]
         if self.similarity is not None:
-            similar = self.similarity(items @ items[:, 0, :, None])
-            context = similar if context is None else similar + context
+            context = context + self.similarity(items @ items[:, 0, :, None])
         return context
+
+    def relations(self, items: torch.Tensor) -> torch.Tensor | None:
+        """The similarities (n, t, t) of the list's vectors, where the attention is biased by them."""
+        return items @ items.transpose(1, 2) if self.config.relation_bias else None

@@ -151,10 +151,10 @@ def test_the_tempered_softmax_equals_its_loop(config):
     network = make(config)
     items, valid = lists(4, 6, 32), random_valid(4, 6)
     plain, tempered = network(items, valid).weights, network(items, valid, dba=True).weights
-    temperature = float(network.head.temperature)
+    temperature = network.head.temperature.item()
     assert temperature == pytest.approx(0.1)
     for row in range(4):
-        powers = [math.exp(float(w) / temperature) if ok else 0.0 for w, ok in zip(plain[row], valid[row])]
+        powers = [math.exp(w.item() / temperature) if ok else 0.0 for w, ok in zip(plain[row], valid[row])]
         np.testing.assert_allclose(tempered[row].detach(), np.array(powers) / sum(powers), atol=1e-5)
 
 
@@ -296,6 +296,9 @@ def test_every_ablation_runs(name):
         ({"layers": 0}, "layers"),
         ({"width": 2.5}, "width"),
         ({"dropout": 1.0}, "dropout"),
+        ({"dim": None}, "dim"),
+        ({"temperature_start": None}, "temperature_start"),
+        ({"attention": 1}, "attention"),
         ({"power_start": 0.0}, "power_start"),
         ({"temperature_start": -1.0}, "temperature_start"),
         ({"visual": False, "positional": False}, "sees nothing"),

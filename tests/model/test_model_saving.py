@@ -1,0 +1,97 @@
+"""A stored network comes back the same, and one that does not fit says which setting or tensor."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from test_model_network import EXTENDED, SMALL, lists, make
+
+from lattqe.errors import LattqeError
+from lattqe.expansion import create
+from lattqe.model import ABLATIONS, LAttQE, ablation
+from lattqe.model.network import VERSION
+
+
+@pytest.mark.parametrize("config", [*(ablation(SMALL, name) for name in sorted(ABLATIONS)), EXTENDED])
+def test_what_is_loaded_is_what_was_saved(tmp_path, config):
+    network = make(config)
+    network.save(str(tmp_path / "model"), {"mAP": 0.5}, training={"steps": 3})
+    loaded = LAttQE.load(str(tmp_path / "model"))
+    assert loaded.config == config
+    items = lists(2, 5, 32)
+    assert torch.equal(loaded(items).weights, network(items).weights)
+    assert torch.equal(loaded(items, dba=True).weights, network(items, dba=True).weights)
+
+
+def test_the_files_are_safetensors_and_json(tmp_path):
+    make().save(str(tmp_path / "model"), {"mAP": 0.5}, training={"steps": 3})
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert {"model.safetensors", "config.json", "metrics.json"} <= names
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["version"] == VERSION
+    assert config["network"] == SMALL.to_dict()
+    assert config["training"] == {"steps": 3}
+
+
+def test_a_method_takes_where_a_network_is_stored(tmp_path):
+    network = make()
+    uri = str(tmp_path / "model")
+    network.save(uri)
+    items = lists(3, 4, 32).numpy()
+    arguments = (items[:, 0], items[:, 1:], np.zeros((3, 4), dtype=np.float32))
+    stored, given = create("lattqe", model=uri, device="cpu"), create("lattqe", model=network, device="cpu")
+    np.testing.assert_array_equal(stored.expand(*arguments).vectors, given.expand(*arguments).vectors)
+    assert stored.params == {"model": uri, "dba": False, "precision": "float32"}
+    assert json.dumps(given.params)
+
+
+def parts(config=SMALL):
+    tensors = {name: tensor.detach().numpy().copy() for name, tensor in make(config).state_dict().items()}
+    return tensors, {"version": VERSION, "network": config.to_dict()}
+
+
+def refused(tensors, config):
+    with pytest.raises(LattqeError) as error:
+        LAttQE.from_tensors(tensors, config, "somewhere")
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("somewhere: ")
+    return str(error.value)
+
+
+def test_refusals_name_the_tensor():
+    name = "stack.encoders.1.qkv.weight"
+    tensors, config = parts()
+    tensors[name] = tensors[name][:5]
+    message = refused(tensors, config)
+    assert name in message
+    assert "(5, 32)" in message
+    assert "(96, 32)" in message
+    tensors, config = parts()
+    tensors[name][3, 4] = np.nan
+    assert name in refused(tensors, config)
+    tensors, config = parts()
+    del tensors[name]
+    assert f"{name} is missing" in refused(tensors, config)
+    tensors, config = parts()
+    tensors["stack.encoders.7.qkv.weight"] = tensors[name]
+    assert "stack.encoders.7.qkv.weight is not part" in refused(tensors, config)
+
+
+def test_refusals_name_the_setting():
+    tensors, config = parts()
+    assert "version 99" in refused(tensors, {**config, "version": 99})
+    assert "version None" in refused(tensors, {})
+    assert "colour" in refused(tensors, {**config, "network": {**config["network"], "colour": 3}})
+    assert "5 heads" in refused(tensors, {**config, "network": {**config["network"], "heads": 5}})
+    assert "dropout" in refused(tensors, {**config, "network": {**config["network"], "dropout": "much"}})
+    assert "attention" in refused(tensors, {**config, "network": {**config["network"], "attention": "yes"}})
+    assert "no settings" in refused(tensors, {**config, "network": [1]})
+    wider = dataclasses.replace(SMALL, dim=64).to_dict()
+    assert "(13, 64)" in refused(tensors, {**config, "network": wider})
+
+
+def test_a_place_without_a_model_is_refused(tmp_path):
+    with pytest.raises(LattqeError):
+        LAttQE.load(str(tmp_path / "nothing"))
