@@ -24,6 +24,8 @@ class Verb:
 
 VERBS = (
     Verb("import", "jobs.import_", "foreign files → a feature set", "lattqe import vectors.npy --to features"),
+    Verb("train", "jobs.train", "labelled feature sets → a model",
+         "lattqe train features --val held-out --preset photos --to model"),
     Verb("info", "jobs.info", "what a stored thing is, and what made it", "lattqe info features"),
     Verb("verify", "jobs.verify", "check every checksum and every invariant", "lattqe verify features"),
     Verb("export", "jobs.export", "a feature set → .npy, .fvecs or faiss", "lattqe export features --to index.faiss"),
