@@ -87,16 +87,30 @@ def make(
 
 
 def check_apart(trained: FeatureSet, held_out: FeatureSet, shared_labels: bool) -> None:
-    """Refuse images in both sets and, where labels mean the same in both, classes in both."""
+    """Refuse images in both sets and, where labels can be compared, classes in both.
+
+    Labels can be compared when both sets name their classes, when they were read from one file, or when the user says
+    so; otherwise label 7 of one set has nothing to do with label 7 of another.
+    """
     images = set(trained.ids()) & set(held_out.ids())
     if images:
         raise LattqeError(f"{len(images)} images of {held_out.uri} are also in {trained.uri} (id {min(images)!r}): "
                           "validate on images that training does not see")
-    if shared_labels:
-        classes = set(trained.labels().tolist()) & set(held_out.labels().tolist()) - {-1}
-        if classes:
-            raise LattqeError(f"{len(classes)} classes of {held_out.uri} are also in {trained.uri} "
-                              f"(label {min(classes)}): validate on classes that training does not see")
+    names = [one.manifest.config.get("label_names", []) for one in (trained, held_out)]
+    sources = [one.manifest.inputs.get("labels", {}).get("digest") for one in (trained, held_out)]
+    classes: set[str] | set[int] = set()
+    if all(names):
+        classes = _names(trained, names[0]) & _names(held_out, names[1])
+    elif shared_labels or (sources[0] is not None and sources[0] == sources[1]):
+        classes = set(trained.labels().tolist()) & set(held_out.labels().tolist())
+    if classes:
+        raise LattqeError(f"{len(classes)} classes of {held_out.uri} are also in {trained.uri} "
+                          f"({min(classes)!r} for one): validate on classes that training does not see")
+
+
+def _names(features: FeatureSet, names: list[str]) -> set[str]:
+    """The names of the classes that occur."""
+    return {names[label] for label in set(features.labels().tolist())}
 
 
 def _input(thing: FeatureSet | NeighborGraph) -> dict[str, str]:

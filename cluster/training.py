@@ -1,0 +1,154 @@
+"""Training on Ray Train: N workers with the loop of `lattqe.training`, restarted from their checkpoint when one dies.
+
+Checkpoints are ours, in the destination, because they must survive the cluster; of Ray Train we use the worker group,
+the process group and the restarts. A board (one small actor) carries progress to the driver, and an error that a user
+can mend, which must end the training rather than restart it.
+"""
+
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from cluster.session import gpus_available, require_resources
+from lattqe.errors import LattqeError
+from lattqe.training import Plan, Progress, Team, train
+
+# A worker group is started again so many times before the training gives up; preempted nodes are not counted.
+MAX_FAILURES = 10
+POLL_SECONDS = 0.25
+
+
+@dataclass
+class Standing:
+    """What the board shows: the last progress, the workers' process ids by rank, how often they started, an error."""
+
+    progress: Progress | None = None
+    pids: dict[int, int] = field(default_factory=dict)
+    starts: int = 0
+    error: str | None = None
+
+
+class Board:
+    """The one place where workers write what the driver reads."""
+
+    def __init__(self) -> None:
+        self.standing = Standing()
+
+    def join(self, rank: int, pid: int) -> str | None:
+        """Say that a worker has started; returns the error that ended the training, if one did."""
+        self.standing.pids[rank] = pid
+        self.standing.starts += rank == 0
+        return self.standing.error
+
+    def tell(self, progress: Progress) -> None:
+        """Say how far the training is."""
+        self.standing.progress = progress
+
+    def fail(self, error: str) -> None:
+        """Say that the training cannot continue."""
+        self.standing.error = error
+
+    def read(self) -> Standing:
+        """All of it."""
+        return self.standing
+
+
+def run_worker(config: dict[str, Any]) -> None:
+    """What each worker runs: join the team, continue from the destination's checkpoint, train."""
+    import ray.train.torch
+    import torch
+
+    from lattqe.training.stage import NotFiniteError
+
+    torch.set_num_threads(config["threads"])
+    board, team = config["board"], Team.joined(ray.train.torch.get_device())
+    if ray.get(board.join.remote(team.rank, os.getpid())):
+        return
+    try:
+        train(Plan.from_dict(config["plan"]), team, board.tell.remote)
+    except NotFiniteError as error:  # on all workers alike: nobody waits for us
+        ray.get(board.fail.remote(str(error)))
+    except LattqeError as error:  # perhaps here alone: raise, so that the others do not wait for ever
+        ray.get(board.fail.remote(str(error)))
+        raise
+
+
+def train_on_cluster(
+    plan: Plan,
+    workers: int,
+    threads: int | None = None,
+    show: Callable[[Standing], None] = lambda standing: None,
+    max_failures: int = MAX_FAILURES,
+) -> None:
+    """Train with so many workers on the connected Ray, calling `show` a few times a second.
+
+    Returns when the model is published at the plan's destination, which must be claimed and reachable by all workers.
+    """
+    Team(0, workers).slots(plan.config.slots)
+    use_gpu = gpus_available() > 0
+    threads = threads or threads_for(workers)
+    resources = {"CPU": float(threads)} | ({"GPU": 1.0} if use_gpu else {})
+    require_resources(resources, workers)
+    board = ray.remote(Board).options(num_cpus=0).remote()
+    storage = tempfile.mkdtemp(prefix="lattqe-train-")  # Ray Train insists on one; nothing of ours goes there
+    try:
+        trainer = _trainer(plan, board, workers, threads, resources, use_gpu, storage, max_failures)
+        with ThreadPoolExecutor(1) as thread:  # not the main thread: there Ray Train would swallow Ctrl-C
+            _follow(thread.submit(trainer.fit), board, show)
+    finally:
+        ray.kill(board)
+        shutil.rmtree(storage, ignore_errors=True)
+
+
+def threads_for(workers: int) -> int:
+    """Threads of each worker so that they share the CPUs of the cluster evenly."""
+    nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+    return max(1, int(min(nodes) // math.ceil(workers / len(nodes))))
+
+
+def _trainer(
+    plan: Plan, board: Any, workers: int, threads: int, resources: dict[str, float], use_gpu: bool, storage: str,
+    max_failures: int,
+) -> Any:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    return TorchTrainer(
+        run_worker,
+        train_loop_config={"plan": plan.to_dict(), "board": board, "threads": threads},
+        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu=use_gpu, resources_per_worker=resources),
+        run_config=RunConfig(name="train", storage_path=storage, failure_config=FailureConfig(max_failures)),
+    )
+
+
+def _follow(fit: "Future[Any]", board: Any, show: Callable[[Standing], None]) -> None:
+    """Show the board until the training ends; raise what ended it, one line for the user."""
+    from concurrent.futures import TimeoutError as NotYet
+
+    while True:
+        standing = ray.get(board.read.remote())
+        show(standing)
+        try:
+            fit.result(timeout=POLL_SECONDS)
+        except NotYet:
+            continue
+        except Exception as error:
+            message = ray.get(board.read.remote()).error
+            if message is None:
+                reason = " ".join(str(error).split())[-300:]
+                raise LattqeError(f"the training workers failed again and again, the last time with: {reason}; "
+                                  "the same command continues from the last checkpoint") from error
+            raise LattqeError(message) from None
+        standing = ray.get(board.read.remote())
+        show(standing)
+        if standing.error is not None:
+            raise LattqeError(standing.error)
+        return

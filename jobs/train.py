@@ -1,0 +1,129 @@
+"""Train a LAttQE model on labelled feature sets."""
+
+from typing import Any
+
+import typer
+
+from jobs.console import command, print_json, progress_bar, run, screen, show_table
+from lattqe.errors import LattqeError
+
+
+def main(
+    features: list[str] = typer.Argument(help="labelled feature sets; each is its own world for neighbors"),
+    to: str = typer.Option(..., "--to", help="where the model goes: a folder or s3://bucket/prefix"),
+    val: list[str] = typer.Option(..., "--val", help="labelled database to validate on; may be repeated"),
+    queries: list[str] = typer.Option(
+        [], "--queries", help="labelled queries, one for each --val in the same order; without any, the rows of each "
+        "--val query each other, each leaving itself out (as do queries whose ids are in the database)"),
+    neighbors: list[str] = typer.Option([], "--neighbors", help="graph of each feature set; else computed"),
+    preset: str = typer.Option("paper", "--preset", help="paper, photos or demo: see docs/training.md"),
+    settings: list[str] = typer.Option([], "--set", help="change a setting: steps=1000, network.heads=8, ..."),
+    workers: int = typer.Option(0, "--workers", help="processes that share each batch; 0: one for each GPU, or one"),
+    threads: int = typer.Option(0, "--threads", help="CPU threads of each worker; 0: an equal share"),
+    cache: str | None = typer.Option(None, "--cache", help="folder on each node that keeps features read from S3"),
+    address: str | None = typer.Option(None, "--address", help="a running Ray cluster; else one starts here"),
+    json: bool = typer.Option(False, "--json", help="print the result as JSON on stdout"),
+) -> None:
+    """Train a LAttQE model on labelled feature sets.
+
+    The best weights on the validation sets are kept; then the temperature for database rows is trained, and the
+    numbers of neighbors for queries (nQE) and for the database (nDBA) are chosen. A killed training continues from its
+    last checkpoint when the same command is given again, with any number of workers.
+
+    Example: lattqe train sfm-train --val sfm-val --queries sfm-val-queries --preset paper --to model
+    """
+    from lattqe.store import FeatureSet
+    from lattqe.training import make
+    from lattqe.training import preset as configuration
+
+    if queries and len(queries) != len(val):
+        raise LattqeError(f"{len(queries)} --queries for {len(val)} --val: give one for each, or none")
+    config = configuration(preset, FeatureSet.open(features[0]).dim, settings)
+    pairs = [(database, queries[number] if queries else None) for number, database in enumerate(val)]
+    plan = make(to, config, features, pairs, neighbors, cache)
+    if plan.claim() is None:
+        _train(plan, workers, threads, address)
+    else:
+        screen.print(f"{to} holds this very model already")
+    result = _result(to)
+    _show_result(result)
+    if json:
+        print_json(result)
+
+
+def _train(plan: Any, workers: int, threads: int, address: str | None) -> None:
+    """Show the plan, connect, train, and show how far it is."""
+    from cluster.session import gpus_available, ray_session
+    from cluster.training import Standing, threads_for, train_on_cluster
+    from lattqe.store import open_place
+    from lattqe.training.checkpoint import Checkpoints
+
+    done = Checkpoints(open_place(plan.destination)).load().step
+    config = plan.config
+    total = config.steps + config.temperature_steps
+    with ray_session(address):
+        workers = workers or max(1, gpus_available())
+        threads = threads or threads_for(workers)
+        show_table("train", _plan_rows(plan) | {"workers × threads": f"{workers} × {threads}"})
+        with progress_bar("train", total, done) as bar:
+            told = done
+
+            def show(standing: Standing) -> None:
+                nonlocal told
+                if standing.progress is not None and standing.progress.step != told:
+                    bar.advance(standing.progress.step - told, standing.progress.note)
+                    told = standing.progress.step
+
+            train_on_cluster(plan, workers, threads, show)
+
+
+def _plan_rows(plan: Any) -> dict[str, Any]:
+    """What is shown before the work."""
+    import numpy as np
+
+    from lattqe.model import LAttQE
+    from lattqe.store import FeatureSet
+
+    config, images, classes, single = plan.config, 0, 0, 0
+    for uri in plan.features:
+        counts = np.unique(FeatureSet.open(uri).labels(), return_counts=True)[1]
+        images, classes, single = images + counts.sum(), classes + len(counts), single + (counts == 1).sum()
+    parameters = sum(tensor.numel() for tensor in LAttQE(config.network).parameters())
+    skipped = f", {single} of one image only: never queries" if single else ""
+    return {
+        "training": f"{images:,} images × {config.network.dim}, {classes:,} classes{skipped}",
+        "validation": ", ".join(database.rsplit("/", 1)[-1] for database, _ in plan.validation),
+        "network": f"{config.network.layers} encoders, width {config.network.token_width}, {parameters:,} parameters",
+        "updates": f"{config.steps:,} of {config.batch} queries, then {config.temperature_steps:,} for the temperature",
+        "destination": plan.destination,
+    }
+
+
+def _result(to: str) -> dict[str, Any]:
+    """What the model says of itself."""
+    from lattqe.store import load_model
+
+    metrics = load_model(to)[2]
+    return {"model": to, **{key: metrics[key] for key in
+                            ("chosen", "best", "validation", "temperature", "seconds", "images", "classes",
+                             "classes_of_one_image")}}
+
+
+def _show_result(result: dict[str, Any]) -> None:
+    chosen, found = result["chosen"], result["validation"]
+    none = sum(found["none"].values()) / len(found["none"])
+    with_dba = found["dba"][str(chosen["ndba"])][str(chosen["nqe_with_dba"])]
+    show_table("model", {
+        "validation mAP": f"{none:.2f} without expansion",
+        f"LAttQE, nQE {chosen['nqe']}": f"{found['qe'][str(chosen['nqe'])]['mean']:.2f}",
+        f"LAttDBA + LAttQE, nDBA {chosen['ndba']}, nQE {chosen['nqe_with_dba']}": f"{with_dba:.2f}",
+        "best update": f"{result['best']['step']:,}",
+        "seconds": f"{result['seconds']:.0f}",
+        "model": result["model"],
+    })
+
+
+app = command(main)
+
+if __name__ == "__main__":
+    run(app)

@@ -1,0 +1,90 @@
+"""Training on Ray Train: one and two workers, and workers that die."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_sets import DIM, plan_for, write_sets
+
+from cluster.session import ray_session
+from cluster.training import Standing, train_on_cluster
+from lattqe.errors import LattqeError
+from lattqe.store import load_model, open_place
+from lattqe.training import Plan, train
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    """One local Ray for all tests here."""
+    with ray_session(cpus=2):
+        yield
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two training sets and a validation database with queries of its classes."""
+    return write_sets(tmp_path_factory.mktemp("sets"))
+
+
+@pytest.fixture(scope="module")
+def alone(sets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """A training in this process, undisturbed."""
+    plan = plan_for(sets, tmp_path_factory.mktemp("alone") / "model")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    train(plan)
+    torch.set_num_threads(threads)
+    return plan
+
+
+def tensors(plan: Plan) -> dict[str, np.ndarray]:
+    return load_model(plan.destination)[0]
+
+
+def test_two_workers_train_the_same_model_dropout_and_all(
+    alone: Plan, sets: dict[str, str], tmp_path: Path
+) -> None:
+    plan = plan_for(sets, tmp_path / "model")
+    train_on_cluster(plan, workers=2, threads=1)
+    wanted = tensors(alone)
+    for name, found in tensors(plan).items():
+        different = np.abs(found - wanted[name]) > 1e-6
+        if name.endswith("qkv.bias"):
+            # A bias of all keys moves no softmax: its gradient is zero but for rounding, which Adam blows up.
+            different[DIM : 2 * DIM] = False
+        assert not different.any(), name
+
+
+def test_a_killed_worker_changes_nothing(alone: Plan, sets: dict[str, str], tmp_path: Path) -> None:
+    plan = plan_for(sets, tmp_path / "model")
+    standings: list[Standing] = []
+
+    def kill_once(standing: Standing) -> None:
+        checkpointed = open_place(plan.destination).exists("_work/state.json")
+        if checkpointed and not standings:
+            standings.append(standing)
+            os.kill(standing.pids[0], signal.SIGKILL)
+        elif standings:
+            standings.append(standing)
+
+    train_on_cluster(plan, workers=1, threads=1, show=kill_once)
+    assert standings[-1].starts == 2
+    for name, wanted in tensors(alone).items():
+        assert np.array_equal(tensors(plan)[name], wanted), name
+
+
+def test_an_error_that_a_user_can_mend_arrives_as_such(sets: dict[str, str], tmp_path: Path) -> None:
+    plan = plan_for(sets, tmp_path / "model", "learning_rate=1e30", "steps=50")
+    with pytest.raises(LattqeError, match=r"at step \d+ the loss became .*last good checkpoint"):
+        train_on_cluster(plan, workers=1, threads=1)
+
+
+def test_workers_that_cannot_share_the_slots_are_refused_at_once(sets: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(LattqeError, match="3 workers cannot share 4 slots"):
+        train_on_cluster(plan_for(sets, tmp_path / "model"), workers=3)
