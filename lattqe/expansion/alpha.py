@@ -19,6 +19,7 @@ class AlphaExpansion(Method):
 
     name: ClassVar[str] = "alphaqe"
     default_k: ClassVar[int] = 72
+    default_k_dba: ClassVar[int] = 36
     alpha: float = 3.0  # the value of the paper's comparison; 0 is AQE over all k
 
     def __post_init__(self) -> None:

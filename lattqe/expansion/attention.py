@@ -23,6 +23,7 @@ class AttentionExpansion(Method):
 
     name: ClassVar[str] = "lattqe"
     default_k: ClassVar[int] = 64
+    default_k_dba: ClassVar[int] = 48
     model: str | LAttQE | None = None  # where a trained network is stored, or the network itself
     dba: bool = False  # the tempered softmax, for rows of the database
     precision: str = "float32"  # or int8 on CPUs, half on GPUs: faster, cosine to the float32 result above .999
@@ -38,6 +39,12 @@ class AttentionExpansion(Method):
     def params(self) -> dict[str, Any]:
         """What decides the result, ready for JSON; a network that was never stored has no name."""
         return {**super().params, "model": self.model if isinstance(self.model, str) else None}
+
+    def suggested_k(self, dba: bool) -> int:
+        """The number that training chose for this network, else the paper's, as far as the network has ranks."""
+        chosen = self.fast.network.metrics.get("ndba" if dba else "nqe")
+        k = chosen if isinstance(chosen, int) and chosen > 0 else super().suggested_k(dba)
+        return min(k, self.fast.config.max_k)
 
     def weights(self, lists: Lists) -> torch.Tensor:
         """(n, 1 + k), from -1 to 1; with dba positive and adding up to 1."""

@@ -14,6 +14,7 @@ class AverageExpansion(Method):
 
     name: ClassVar[str] = "aqe"
     default_k: ClassVar[int] = 2
+    default_k_dba: ClassVar[int] = 4
 
     def weights(self, lists: Lists) -> torch.Tensor:
         """(n, 1 + k) ones."""

@@ -57,13 +57,18 @@ class Method(ABC):
     """One θ. Its dataclass fields are its parameters; `create` checks their names."""
 
     name: ClassVar[str]
-    default_k: ClassVar[int]  # neighbors used when the caller does not say: the paper's choice for this method
+    default_k: ClassVar[int]  # neighbors of a query where the caller does not say: the paper's choice for this method
+    default_k_dba: ClassVar[int]  # neighbors of a database row, likewise
     device: str = field(default="auto", kw_only=True)
 
     @property
     def negatives(self) -> int:
         """Low-ranked items wanted for each row; DQE makes it a parameter."""
         return 0
+
+    def suggested_k(self, dba: bool) -> int:
+        """How many neighbors to use for queries, or for database rows, when nobody says."""
+        return self.default_k_dba if dba else self.default_k
 
     @abstractmethod
     def weights(self, lists: Lists) -> torch.Tensor:

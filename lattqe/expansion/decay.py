@@ -18,6 +18,7 @@ class DecayExpansion(Method):
 
     name: ClassVar[str] = "aqewd"
     default_k: ClassVar[int] = 4
+    default_k_dba: ClassVar[int] = 4
 
     def weights(self, lists: Lists) -> torch.Tensor:
         """(n, 1 + k), from 1 down to 0."""

@@ -22,6 +22,7 @@ class DiscriminativeExpansion(Method):
 
     name: ClassVar[str] = "dqe"
     default_k: ClassVar[int] = 4
+    default_k_dba: ClassVar[int] = 4
     C: float = 0.1  # bound of each weight, as tuned in the paper's comparison
     negatives: int = 5  # low-ranked items for each row, as tuned in the paper's comparison
 

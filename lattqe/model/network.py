@@ -24,6 +24,7 @@ class LAttQE(nn.Module):
         self.tokens = Tokens(self.config)
         self.stack = Stack(self.config)
         self.head = Head(self.config)
+        self.metrics: dict[str, Any] = {}  # what was measured in training, where this network was loaded from
 
     def forward(self, items: torch.Tensor, valid: torch.Tensor | None = None, dba: bool = False) -> Output:
         """Weights of the items of n lists.
@@ -56,8 +57,10 @@ class LAttQE(nn.Module):
         """Read what `save` wrote; a file that does not fit is refused, naming the setting or the tensor."""
         from lattqe.store import load_model
 
-        tensors, config, _, _ = load_model(uri)
-        return cls.from_tensors(tensors, config, uri)
+        tensors, config, metrics, _ = load_model(uri)
+        network = cls.from_tensors(tensors, config, uri)
+        network.metrics = metrics
+        return network
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, np.ndarray], config: dict[str, Any], source: str) -> "LAttQE":
