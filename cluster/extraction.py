@@ -1,0 +1,112 @@
+"""Extraction on Ray: each worker holds the network, decodes ahead of it, and publishes its blocks itself."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from cluster.blocks import BlockSummary, run_blocks
+from cluster.session import gpus_available, require_resources
+from lattqe.errors import LattqeError
+from lattqe.extraction.encoder import EncoderSpec, open_encoder
+from lattqe.extraction.image import Framing
+from lattqe.extraction.pipeline import Describer
+from lattqe.extraction.sources import ImageList
+from lattqe.extraction.stage import LIST_NAME, block_table
+from lattqe.store import Pending, open_place
+
+# A worker has one block at the network and the next one decoding its first images.
+BLOCKS_AT_ONCE = 2
+DECODING_THREADS = {"cpu": 2, "cuda": 4}
+
+
+@dataclass(frozen=True)
+class ExtractionTask:
+    """What a worker needs to know: addresses and settings, never arrays."""
+
+    stage_uri: str
+    root: str
+    encoder: EncoderSpec
+    framing: Framing
+    scales: tuple[float, ...]
+    batch: int
+    dim: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Workers:
+    """How many workers, and what each has."""
+
+    count: int
+    cpus: int
+    gpus: int
+
+    @property
+    def device(self) -> str:
+        """Where the networks run."""
+        return "cuda" if self.gpus else "cpu"
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """What became of a block: for the progress bar and for --max-bad."""
+
+    images: int
+    bad: list[tuple[str, str]]  # id and reason
+
+
+def plan_workers(wanted: int | None, device: str = "auto") -> Workers:
+    """One worker for each GPU of the cluster, or workers of one CPU each (of more on machines with more than eight).
+
+    A network on one thread beside another beats one on two threads: nothing is waited for at the end of each layer.
+    """
+    gpus = 0 if device == "cpu" else gpus_available()
+    if device == "cuda" and not gpus:
+        raise LattqeError("device 'cuda' asked for, but the cluster has no GPU: use --device cpu")
+    if gpus:
+        return Workers(wanted or gpus, cpus=DECODING_THREADS["cuda"], gpus=1)
+    cpus = int(ray.cluster_resources().get("CPU", 1))
+    if wanted is not None:
+        return Workers(wanted, max(1, cpus // wanted), gpus=0)
+    each = max(1, cpus // (8 * max(1, len(ray.nodes()))))
+    return Workers(max(1, cpus // each), each, gpus=0)
+
+
+class ExtractionWorker:
+    """Describes blocks of images; may be started anew anywhere at any time."""
+
+    def __init__(self, task: ExtractionTask, device: str, cpus: int) -> None:
+        import torch
+
+        torch.set_num_threads(cpus)
+        self.task = task
+        self.pending = Pending.attach(task.stage_uri)
+        self.starts = np.cumsum([0, *self.pending.part_rows])
+        self.images = ImageList.load(task.root, open_place(task.stage_uri), LIST_NAME)
+        self.describer = Describer(open_encoder(task.encoder, torch.device(device)), task.dim, open_place(task.root),
+                                   task.framing, task.scales, task.batch, threads=DECODING_THREADS[device])
+
+    def run(self, block: int) -> BlockReport:
+        """Describe and publish one block."""
+        entries = list(self.images.entries(int(self.starts[block]), int(self.starts[block + 1])))
+        described = self.describer.describe(entries)
+        self.pending.publish(block, block_table(entries, described, self.task.dtype))
+        bad = [(entry.id, reason) for entry, reason in zip(entries, described.reasons) if reason]
+        return BlockReport(len(entries), bad)
+
+
+def extract_blocks(task: ExtractionTask, workers: Workers, blocks: list[int],
+                   on_done: Callable[[BlockReport], None]) -> BlockSummary:
+    """Describe the given blocks; `on_done` hears of each as it is published."""
+    count = min(workers.count, len(blocks))
+    require_resources({"CPU": workers.cpus, "GPU": workers.gpus}, count)
+
+    actor = ray.remote(num_cpus=workers.cpus, num_gpus=workers.gpus, max_concurrency=BLOCKS_AT_ONCE)(ExtractionWorker)
+
+    def make_worker(number: int) -> Any:
+        return actor.remote(task, workers.device, workers.cpus)
+
+    return run_blocks(make_worker, count, blocks, on_done=lambda _, report: on_done(report))

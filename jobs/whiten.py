@@ -1,0 +1,76 @@
+"""Learn a whitening of feature sets and apply it: PCA, half, full, or learned from labels."""
+
+from typing import Annotated
+
+import typer
+
+from jobs.console import human_bytes, print_json, progress_bar, run, show_table
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", help=__doc__,
+                  no_args_is_help=True)
+
+
+@app.command()
+def learn(
+    features: Annotated[str, typer.Argument(help="feature set to learn from; method learned needs its labels")],
+    to: Annotated[str, typer.Option(help="where to write the whitening: folder or s3://bucket/prefix")],
+    method: Annotated[str, typer.Option(help="pca (rotate), half, full, or learned (supervised by labels)")] = "half",
+    dim: Annotated[int | None, typer.Option(help="dimensions to keep; default all that vary")] = None,
+) -> None:
+    """Learn a whitening from a feature set, reading it block by block.
+
+    Example: lattqe whiten learn features --method half --dim 512 --to whitening
+    """
+    from lattqe.store import FeatureSet
+    from lattqe.whitening import learn as learn_whitening
+
+    opened = FeatureSet.open(features)
+    show_table("whiten learn", {"features": f"{opened.rows} × {opened.dim}", "method": method,
+                                "covariance": human_bytes(8 * opened.dim**2)})
+    whitening = learn_whitening(opened, method, dim)
+    manifest = whitening.save(to, {"features": opened.as_input()})
+    print_json({"uri": to, "digest": manifest.digest, "input_dim": whitening.input_dim, **whitening.config})
+
+
+@app.command()
+def apply(
+    features: Annotated[str, typer.Argument(help="feature set to whiten")],
+    whitening: Annotated[str, typer.Option(help="what `lattqe whiten learn` made")],
+    to: Annotated[str, typer.Option(help="where to write the whitened features: folder or s3://bucket/prefix")],
+    dtype: Annotated[str | None, typer.Option(help="float16 or float32; default as the source")] = None,
+) -> None:
+    """Whiten a feature set into a new one, with ids, labels and other columns as they are; a killed run continues.
+
+    Example: lattqe whiten apply features --whitening whitening --to whitened
+    """
+    from lattqe.store import FeatureSet
+    from lattqe.store.tables import check_dtype
+    from lattqe.whitening.apply import whiten_features
+
+    opened = FeatureSet.open(features)
+    with progress_bar("whiten", opened.rows) as bar:
+        manifest = whiten_features(opened, whitening, to, check_dtype(dtype) if dtype else None,
+                                   on_part=lambda rows, total: bar.advance(rows))
+    print_json({"uri": to, "rows": manifest.rows, "dim": manifest.fields["dim"], "digest": manifest.digest})
+
+
+@app.command()
+def from_checkpoint(
+    checkpoint: Annotated[str, typer.Argument(help="network file of the published layout that carries a whitening")],
+    to: Annotated[str, typer.Option(help="where to write the whitening: folder or s3://bucket/prefix")],
+    training_set: Annotated[str | None, typer.Option(help="which one, where the file has several")] = None,
+    single_scale: Annotated[bool, typer.Option("--single-scale", help="the one for features of one scale")] = False,
+) -> None:
+    """Take the whitening that some published networks carry for their features (`meta['Lw']`).
+
+    Example: lattqe whiten from-checkpoint retrievalSfM120k-resnet101-gem.pth --to whitening
+    """
+    from lattqe.extraction.published_whitening import published_whitening
+
+    whitening, digest = published_whitening(checkpoint, training_set, "ss" if single_scale else "ms")
+    manifest = whitening.save(to, {"checkpoint": {"uri": checkpoint, "digest": digest, "kind": "checkpoint"}})
+    print_json({"uri": to, "digest": manifest.digest, "input_dim": whitening.input_dim, **whitening.config})
+
+
+if __name__ == "__main__":
+    run(app)

@@ -1,0 +1,154 @@
+"""What turns pixels into vectors: a published ResNet-GeM, a torch.export or TorchScript file, or a Python function."""
+
+import importlib
+import inspect
+import io
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from lattqe.errors import LattqeError
+from lattqe.extraction.checkpoint import IMAGENET_MEAN, IMAGENET_STD, read_checkpoint
+from lattqe.extraction.files import read_file
+from lattqe.extraction.fold import fold_batch_norm
+from lattqe.extraction.multiscale import describe
+
+EXPORT_HELP = "it must take (n, 3, h, w) float32 and give (n, D)"
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """Where an encoder comes from; plain values, so that every worker can open it for itself."""
+
+    checkpoint: str | None = None  # a file on disk or S3: .pth (published layouts), torch.export, TorchScript
+    hook: str | None = None  # module:function; the function takes a torch.device and returns the encoder
+    mean: tuple[float, ...] | None = None  # of the input's R, G, B in 0..1; by default what the encoder says
+    std: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.checkpoint is None) == (self.hook is None):
+            raise LattqeError("give either --checkpoint FILE or --encoder module:function")
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """An encoder on its device: uint8 pixels in, unit vectors out."""
+
+    network: Callable[[Tensor], Tensor]  # (n, 3, h, w) normalised float32 → (n, D)
+    device: torch.device
+    kind: str
+    digest: str  # of the file or of the hook's source
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    scale_power: float = 1.0  # exponent of the mean over scales
+    post_whitening: Any = None  # carried by some published files, applied by `lattqe whiten`
+
+    def describe(self, pixels: Tensor, scales: Sequence[float] = (1.0,)) -> Tensor:
+        """Encode (n, h, w, 3) uint8 pixels → (n, D) float32 on the encoder's device, without waiting for it.
+
+        Pixels in pinned memory travel to a GPU while it works on the images before them.
+        """
+        images = pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2).float().div(255)
+        mean, std = (torch.tensor(values, device=self.device).view(1, 3, 1, 1) for values in (self.mean, self.std))
+        # Full float32 convolutions: TF32 would make a row depend on the kind of GPU that made it.
+        with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+            return describe(self.network, (images - mean) / std, scales, self.scale_power)
+
+    def output_dim(self, side: int) -> int:
+        """Encode one grey image of side × side pixels to learn D, and whether the encoder works at all."""
+        try:
+            vectors = self.describe(torch.full((1, side, side, 3), 127, dtype=torch.uint8))
+        except Exception as error:  # foreign code
+            reason = " ".join(str(error).split())[:300]
+            raise LattqeError(f"the encoder fails on a {side}×{side} image ({reason}): {EXPORT_HELP}; "
+                              "for one of fixed input size give --center-crop") from error
+        if vectors.ndim != 2 or vectors.shape[0] != 1:
+            raise LattqeError(f"the encoder gives shape {tuple(vectors.shape)} for one image: {EXPORT_HELP}")
+        return int(vectors.shape[1])
+
+
+def open_encoder(spec: EncoderSpec, device: torch.device) -> Encoder:
+    """Open the encoder on `device`. A .pth file runs no code; the two other kinds are code, for you to trust."""
+    if spec.hook is not None:
+        encoder = _open_hook(spec.hook, device)
+    else:
+        encoder = _open_file(str(spec.checkpoint), device)
+    overrides = {name: value for name, value in (("mean", spec.mean), ("std", spec.std)) if value is not None}
+    return Encoder(**{**vars(encoder), **overrides})
+
+
+def _open_file(uri: str, device: torch.device) -> Encoder:
+    data = read_file(uri)
+    digest = xxhash.xxh3_128_hexdigest(data)
+    kind = file_kind(data)
+    if kind == "checkpoint":
+        return _open_checkpoint(data, uri, device, digest)
+    try:
+        if kind == "torchscript":
+            network = torch.jit.load(io.BytesIO(data), map_location=device).eval()
+        else:
+            network = torch.export.load(io.BytesIO(data)).module().to(device)
+    except Exception as error:  # foreign files
+        raise LattqeError(f"{uri}: cannot be opened as {kind} ({' '.join(str(error).split())[:300]})") from error
+    return Encoder(_one_tensor(network), device, kind, digest)
+
+
+def file_kind(data: bytes) -> str:
+    """Tell 'torchscript', 'torch.export' and 'checkpoint' apart by what is in the file."""
+    if not zipfile.is_zipfile(io.BytesIO(data)):
+        return "checkpoint"
+    names = zipfile.ZipFile(io.BytesIO(data)).namelist()
+    if any(name.split("/", 1)[-1].startswith("code/") for name in names):
+        return "torchscript"
+    if any(name.rsplit("/", 1)[-1] in ("archive_format", "serialized_exported_program.json") for name in names):
+        return "torch.export"
+    return "checkpoint"
+
+
+def _open_checkpoint(data: bytes, uri: str, device: torch.device, digest: str) -> Encoder:
+    checkpoint = read_checkpoint(data, uri)
+    network = checkpoint.build()
+    power = 1.0 if checkpoint.whitening else float(network.pool.p.detach())
+    fast = fold_batch_norm(network).to(device)
+    fast.features.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's types lack it
+    kind = f"{checkpoint.architecture} + GeM{' + whitening' if checkpoint.whitening else ''}"
+    return Encoder(fast, device, kind, digest, checkpoint.mean, checkpoint.std, power, checkpoint.post_whitening)
+
+
+def _open_hook(name: str, device: torch.device) -> Encoder:
+    module_name, _, function_name = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # console scripts do not see the folder they are started in
+    try:
+        module = importlib.import_module(module_name)
+        network = getattr(module, function_name)(device)
+    except Exception as error:  # foreign code
+        raise LattqeError(f"--encoder {name}: {type(error).__name__}: {error}; expected module:function, "
+                          "where function(device) returns the encoder") from error
+    if not callable(network):
+        raise LattqeError(f"--encoder {name}: gave a {type(network).__name__}, which cannot be called: {EXPORT_HELP}")
+    source = inspect.getsource(module).encode()
+    return Encoder(_one_tensor(network), device, "Python function", xxhash.xxh3_128_hexdigest(source),
+                   tuple(getattr(network, "mean", IMAGENET_MEAN)), tuple(getattr(network, "std", IMAGENET_STD)))
+
+
+def _one_tensor(network: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    """Unpack the encoders that return a list, a tuple or a dict of one tensor."""
+    def call(images: Tensor) -> Tensor:
+        out = network(images)
+        if isinstance(out, dict):
+            out = list(out.values())
+        if isinstance(out, list | tuple) and len(out) == 1:
+            out = out[0]
+        if not isinstance(out, Tensor):
+            raise LattqeError(f"the encoder gives a {type(out).__name__}: {EXPORT_HELP}")
+        return out.flatten(1)
+
+    return call
