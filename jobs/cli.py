@@ -23,7 +23,11 @@ class Verb:
 
 
 VERBS = (
+    Verb("extract", "jobs.extract", "images → a feature set",
+         "lattqe extract photos --checkpoint net.pth --to features"),
     Verb("import", "jobs.import_", "foreign files → a feature set", "lattqe import vectors.npy --to features"),
+    Verb("whiten", "jobs.whiten", "learn a whitening, apply it to features",
+         "lattqe whiten learn features --to whitening"),
     Verb("train", "jobs.train", "labelled feature sets → a model",
          "lattqe train features --val held-out --preset photos --to model"),
     Verb("info", "jobs.info", "what a stored thing is, and what made it", "lattqe info features"),

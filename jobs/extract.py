@@ -1,18 +1,21 @@
 """Images → a feature set: a ResNet-GeM (or any encoder) over a folder, a list file or a bucket, at several scales."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import command, human_bytes, print_json, progress_bar, run, screen, show_table
+from jobs.console import command, human_bytes, print_json, progress_bar, run, show_table
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
+    from cluster.extraction import Workers
+    from lattqe.extraction.encoder import EncoderSpec
     from lattqe.extraction.image import Framing
     from lattqe.extraction.sources import ImageList
-    from lattqe.extraction.stage import Destination
+    from lattqe.extraction.stage import DescribedImages, Destination
+    from lattqe.store import Manifest
 
 PROBE_SIDE = 224  # the size that most encoders were made at
 SHOWN_BAD = 5
@@ -47,22 +50,49 @@ def main(
 
     Example: lattqe extract photos --checkpoint gl18-tl-resnet101-gem-w.pth --to features
     """
+    from cluster.extraction import plan_workers
+    from cluster.session import ray_session
     from lattqe.extraction.encoder import EncoderSpec
     from lattqe.extraction.image import Framing
     from lattqe.extraction.multiscale import parse_scales
+    from lattqe.extraction.stage import DescribedImages
+    from lattqe.store.tables import check_dtype
 
     if queries and gnd is None:
         raise LattqeError("--queries needs --gnd, which names them and their crops")
-    spec = EncoderSpec(_absolute(checkpoint), encoder, _rgb(mean, "--mean"), _rgb(std, "--std"))
-    framing = Framing(size, center_crop, exif, max_pixels)
-    chosen = parse_scales(scales or ("1" if center_crop else "1,0.7071,1.4142"))
-    limit = max_bad if max_bad is not None else ("0.1" if gnd is None else "0")
     listed, inputs = _list(images, root, gnd, queries, to)
-    config: dict[str, Any] = {**asdict(framing), "scales": list(chosen), "batch": batch, "transparency": "over white",
-                              "crop": "bbx, at the scale of the full image" if queries else None,
-                              "labels": "top folders" if labels_from_folders else None}
-    _extract(spec, framing, chosen, listed, inputs, config, to=to, dtype=dtype, batch=batch, device=device,
-             tolerated=bad_limit(limit, len(listed)), workers=workers, address=address)
+    tolerated = bad_limit(max_bad or ("0.1" if gnd is None else "0"), len(listed))
+    spec = EncoderSpec(_absolute(checkpoint), encoder, _rgb(mean, "--mean"), _rgb(std, "--std"))
+    settings = Settings(spec, Framing(size, center_crop, exif, max_pixels),
+                        parse_scales(scales or ("1" if center_crop else "1,0.7071,1.4142")), batch, check_dtype(dtype))
+    config = {"crop": "bbx, at the scale of the full image" if queries else None,
+              "labels": "top folders" if labels_from_folders else None}
+    destination = _prepare(settings, to, config, inputs)
+    finished = destination.find_finished()
+    if finished is None:
+        pending = destination.begin(listed)
+        blocks = pending.missing()
+        if blocks:
+            with ray_session(address):
+                _describe(settings, destination, listed, pending.part_rows, blocks, plan_workers(workers, device),
+                          tolerated)
+        pending.finish()
+        finished = _publish(destination, DescribedImages.open(destination.stage_uri), listed, tolerated)
+    show_table("features", {"at": to, "rows": finished.rows, "dim": destination.dim,
+                            "skipped": f"{finished.config['skipped']}, listed in skipped.csv",
+                            "bytes": human_bytes(finished.total_bytes)})
+    print_json({"uri": to, "rows": finished.rows, "dim": destination.dim, "skipped": finished.config["skipped"]})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every worker is told."""
+
+    encoder: "EncoderSpec"
+    framing: "Framing"
+    scales: tuple[float, ...]
+    batch: int
+    dtype: str
 
 
 def _absolute(path: str | None) -> str | None:
@@ -116,58 +146,44 @@ def _list(images: str, root: str | None, gnd: Path | None, queries: bool,
     return listed, inputs
 
 
-def _extract(spec: Any, framing: "Framing", scales: tuple[float, ...], listed: "ImageList",
-             inputs: dict[str, dict[str, str]], config: dict[str, Any], *, to: str, dtype: str, batch: int,
-             device: str, tolerated: int, workers: int | None, address: str | None) -> None:
+def _prepare(settings: Settings, to: str, config: dict[str, Any], inputs: dict[str, dict[str, str]]) -> "Destination":
+    """Open the encoder here once: a wrong one is refused before anything starts, and its output decides the rows."""
     import torch
 
-    from cluster.extraction import ExtractionTask, plan_workers
-    from cluster.session import ray_session
     from lattqe.extraction.encoder import open_encoder
     from lattqe.extraction.stage import Destination
-    from lattqe.store.tables import check_dtype
 
-    opened = open_encoder(spec, torch.device("cpu"))
-    dim = opened.output_dim(framing.center_crop or PROBE_SIDE)
-    config = {**config, "encoder": opened.kind, "mean": list(opened.mean), "std": list(opened.std),
-              "scale_power": opened.scale_power}
-    inputs["encoder"] = {"uri": spec.checkpoint or spec.hook, "digest": opened.digest, "kind": opened.kind}
-    destination = Destination(to, dim, check_dtype(dtype), config, inputs)
-    finished = destination.find_finished()
-    if finished is not None:
-        screen.print(f"{to} is finished already: {finished.rows} rows")
-        print_json({"uri": to, "rows": finished.rows, "dim": dim, "skipped": finished.config["skipped"]})
-        return
-    pending = destination.begin(listed)
-    blocks = pending.missing()
-    task = ExtractionTask(destination.stage_uri, listed.root, spec, framing, scales, batch, dim, destination.dtype)
-    if blocks:
-        with ray_session(address):
-            planned = plan_workers(workers, device)
-            show_table("extract", {
-                "images": len(listed), "encoder": f"{opened.kind}, {dim}-D",
-                "scales": ", ".join(f"{scale:.4g}" for scale in scales),
-                "blocks": f"{len(blocks)} of {len(pending.part_rows)} to do",
-                "workers": f"{min(planned.count, len(blocks))} × {planned.device}, {planned.cpus} threads each",
-                "features": f"{to}, about {human_bytes(len(listed) * dim * (2 if dtype == 'float16' else 4))}"})
-            _run_blocks(task, planned, blocks, pending.part_rows, tolerated)
-    pending.finish()
-    _publish(destination, listed, tolerated)
+    opened = open_encoder(settings.encoder, torch.device("cpu"))
+    dim = opened.output_dim(settings.framing.center_crop or PROBE_SIDE)
+    config = {**config, **asdict(settings.framing), "scales": list(settings.scales), "batch": settings.batch,
+              "transparency": "over white", "encoder": opened.kind, "mean": list(opened.mean),
+              "std": list(opened.std), "scale_power": opened.scale_power}
+    source = settings.encoder.checkpoint or settings.encoder.hook or ""
+    inputs = {**inputs, "encoder": {"uri": source, "digest": opened.digest, "kind": opened.kind}}
+    return Destination(to, dim, settings.dtype, config, inputs)
 
 
-def _run_blocks(task: Any, planned: Any, blocks: list[int], part_rows: list[int], tolerated: int) -> None:
+def _describe(settings: Settings, destination: "Destination", listed: "ImageList", part_rows: list[int],
+              blocks: list[int], workers: "Workers", tolerated: int) -> None:
     """Describe the missing blocks, and stop early once too many images are bad."""
-    from cluster.extraction import BlockReport, extract_blocks
+    from cluster.extraction import BlockReport, ExtractionTask, extract_blocks
 
+    show_table("extract", {
+        "images": len(listed), "encoder": f"{destination.config['encoder']}, {destination.dim}-D",
+        "scales": ", ".join(f"{scale:.4g}" for scale in settings.scales),
+        "blocks": f"{len(blocks)} of {len(part_rows)} to do",
+        "workers": f"{min(workers.count, len(blocks))} × {workers.device}, {workers.cpus} threads each",
+        "features": f"{destination.uri}, about {human_bytes(len(listed) * destination.row_bytes)}"})
+    task = ExtractionTask(destination.stage_uri, listed.root, settings.encoder, settings.framing, settings.scales,
+                          settings.batch, destination.dim, destination.dtype)
     bad: list[tuple[str, str]] = []
-    total = sum(part_rows)
-    with progress_bar("extract", total, done=total - sum(part_rows[block] for block in blocks)) as bar:
+    with progress_bar("extract", len(listed), done=len(listed) - sum(part_rows[block] for block in blocks)) as bar:
         def on_done(report: BlockReport) -> None:
             bad.extend(report.bad)
-            _check_bad(bad, total, tolerated, "")
+            _check_bad(bad, len(listed), tolerated, "")
             bar.advance(report.images, f"{len(bad)} bad" if bad else "")
 
-        extract_blocks(task, planned, blocks, on_done)
+        extract_blocks(task, workers, blocks, on_done)
 
 
 def _check_bad(bad: list[tuple[str, str]], images: int, tolerated: int, where: str) -> None:
@@ -178,15 +194,15 @@ def _check_bad(bad: list[tuple[str, str]], images: int, tolerated: int, where: s
                           f"{where}: mend them, or run again with a higher --max-bad to continue from here")
 
 
-def _publish(destination: "Destination", listed: "ImageList", tolerated: int) -> None:
+def _publish(destination: "Destination", described: "DescribedImages", listed: "ImageList",
+             tolerated: int) -> "Manifest":
     """Gather the blocks into the feature set, unless too many images were bad."""
     import numpy as np
 
     from lattqe.extraction.sources import folder_labels
-    from lattqe.extraction.stage import SKIPPED_NAME, DescribedImages, find_skipped, merge
+    from lattqe.extraction.stage import SKIPPED_NAME, find_skipped, merge
     from lattqe.store import open_place
 
-    described = DescribedImages.open(destination.stage_uri)
     skipped = find_skipped(described)
     bad = [(identifier, reason) for _, identifier, reason in skipped.rows]
     if len(bad) > tolerated:
@@ -196,11 +212,7 @@ def _publish(destination: "Destination", listed: "ImageList", tolerated: int) ->
     crops = None
     if destination.config["crop"]:
         crops = np.array([entry.box or (0, 0, 0, 0) for entry in listed.entries()], dtype=np.float32)
-    manifest = merge(destination, described, skipped, labels, crops)
-    show_table("features", {"at": destination.uri, "rows": manifest.rows, "dim": destination.dim,
-                            "skipped": f"{len(bad)} (see {SKIPPED_NAME})" if bad else 0,
-                            "bytes": human_bytes(manifest.total_bytes)})
-    print_json({"uri": destination.uri, "rows": manifest.rows, "dim": destination.dim, "skipped": len(bad)})
+    return merge(destination, described, skipped, labels, crops)
 
 
 app = command(main)

@@ -54,6 +54,11 @@ class Destination:
         """Where the blocks lie."""
         return open_place(self.uri).child(STAGE).uri
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a stored row, about."""
+        return row_bytes("features", {"dim": self.dim, "dtype": self.dtype})
+
     def find_finished(self) -> Manifest | None:
         """The manifest of an equal feature set that is there already; AlreadyExistsError for another one."""
         manifest = find_manifest(open_place(self.uri))
