@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,21 +81,35 @@ def evaluate(
     )
 
 
+class StoredRanking(Protocol):
+    """Rankings that were stored: `lattqe.store.Ranks` is one."""
+
+    @property
+    def rows(self) -> int:
+        """Number of queries."""
+
+    def read(self, start: int, stop: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Row numbers (n, k) and scores (n, k) of queries start..stop-1."""
+
+
 def score_ranking(
-    ranking: NDArray[np.integer[Any]],
+    ranking: NDArray[np.integer[Any]] | StoredRanking,
     truth: GroundTruth,
     *,
     ks: Sequence[int] = DEFAULT_KS,
     budget: int = DEFAULT_BUDGET,
 ) -> dict[str, Scores]:
-    """Score rankings (nq, k) that were made before: lists of database rows, best first, -1 for missing.
+    """Score rankings (nq, k) that were made before, in memory or stored: database rows, best first, -1 for missing.
 
     A list shorter than the database can only lower the scores: positives outside it contribute 0.
     """
-    _same_queries(len(ranking), truth, "rankings")
-    return _evaluate_blocks(
-        truth, ks, budget, lambda start, stop, block: positions_in_ranking(ranking[start:stop], block, start)
-    )
+    _same_queries(len(ranking) if isinstance(ranking, np.ndarray) else ranking.rows, truth, "rankings")
+
+    def locate(start: int, stop: int, block: Judgements) -> NDArray[np.int64]:
+        lists = ranking[start:stop] if isinstance(ranking, np.ndarray) else ranking.read(start, stop)[0]
+        return positions_in_ranking(lists, block, start)
+
+    return _evaluate_blocks(truth, ks, budget, locate)
 
 
 def _same_queries(count: int, truth: GroundTruth, what: str) -> None:

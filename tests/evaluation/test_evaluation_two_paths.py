@@ -9,6 +9,8 @@ from slow_twins import SlowIndex
 from lattqe.errors import LattqeError
 from lattqe.evaluation import GradedTruth, Judgements, LabelTruth, evaluate, score_ranking
 from lattqe.evaluation.positions import query_blocks
+from lattqe.search import FlatIndex
+from lattqe.store import Pending, Ranks, ranks_table
 
 
 def assert_same(one, other):
@@ -62,6 +64,22 @@ def test_labels_by_counting_equals_full_rankings(world, data):
     assert_same(score_ranking(full, truth), evaluate(index, xq, truth, budget=data.draw(st.integers(1, 30))))
 
 
+def test_the_real_index_and_many_positives():
+    """Unit vectors with duplicates, hundreds of positives for each query, distractors after the labelled rows."""
+    rng = np.random.default_rng(3)
+    xb = rng.standard_normal((1500, 16)).astype(np.float32)
+    xb[700:900] = xb[100:300]
+    xb /= np.linalg.norm(xb, axis=1, keepdims=True)
+    xq = np.concatenate([xb[:20], rng.standard_normal((20, 16)).astype(np.float32)])
+    truth = LabelTruth(rng.integers(0, 3, 1200), query_labels=rng.integers(0, 3, 40))
+    index = FlatIndex(xb)
+    full = index.search(xq, len(xb))[1]
+    by_ranking = score_ranking(full, truth)
+    assert 0.2 < by_ranking["label"].mean_ap < 0.5
+    assert_same(by_ranking, evaluate(index, xq, truth))
+    assert_same(by_ranking, evaluate(index, xq, truth, budget=2000))
+
+
 def test_wrong_sizes_are_refused():
     truth = LabelTruth(np.arange(5), query_labels=np.arange(2))
     index = SlowIndex(np.eye(4, dtype=np.float32))
@@ -95,3 +113,16 @@ def test_counting_sends_no_more_than_the_budget():
     truth = LabelTruth(np.arange(60) % 3, query_labels=np.arange(12) % 3)
     evaluate(index, xb[:12], truth, budget=45)
     assert index.largest == 40  # two queries of 20 positives each
+
+
+def test_a_stored_ranking_is_scored_again(tmp_path):
+    rng = np.random.default_rng(1)
+    lists = np.array([rng.permutation(30)[:12] for _ in range(9)], dtype=np.int32)
+    truth = LabelTruth(np.arange(30) % 4, query_labels=np.arange(9) % 4)
+    pending = Pending.begin(str(tmp_path / "ranks"), "ranks", {"k": 12}, part_rows=[5, 4])
+    scores = np.linspace(1, 0, 12, dtype=np.float32) + np.zeros((9, 1), np.float32)
+    for part, (start, stop) in enumerate([(0, 5), (5, 9)]):
+        names = [f"q{query}" for query in range(start, stop)]
+        pending.publish(part, ranks_table(names, lists[start:stop], scores[start:stop]))
+    pending.finish()
+    assert_same(score_ranking(Ranks.open(str(tmp_path / "ranks")), truth, budget=20), score_ranking(lists, truth))
