@@ -84,9 +84,12 @@ class Pending:
             return True
         try:
             load_part(self.place, self._receipt(number))
-        except (CorruptDataError, MissingFileError):
-            self.place.delete(_receipt_name(number))
-            self.place.delete(part_name(number))
+        except MissingFileError:  # the receipt is gone: another driver has finished and cleaned up
+            return False
+        except CorruptDataError:
+            if find_manifest(self.place) is None:
+                self.place.delete(_receipt_name(number))
+                self.place.delete(part_name(number))
             return False
         self._checked.add(number)
         return True

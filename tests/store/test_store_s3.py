@@ -1,0 +1,301 @@
+"""A real S3 server under attack: killed and restarted, throttling, losing answers, refusing; and what a reader does."""
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from s3_proxy import FaultyProxy
+from s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
+
+import lattqe.store.parts
+from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
+from lattqe.store import FeatureSet, FeatureWriter, UnavailableError, open_place
+from lattqe.store.checks import verify_thing
+from lattqe.store.s3_errors import retry_seconds
+
+pytestmark = pytest.mark.s3
+
+
+def write(uri: str, rows: int = 2000, dim: int = 16, part_bytes: int = 8000) -> FeatureSet:
+    x = np.random.default_rng(0).standard_normal((rows, dim))
+    with FeatureWriter(uri, dim, part_bytes=part_bytes) as writer:
+        for start in range(0, rows, 100):
+            writer.append(x[start:start + 100], [f"row-{i}" for i in range(start, min(rows, start + 100))])
+    return writer.close()
+
+
+@pytest.fixture
+def faults(s3: S3Server, monkeypatch):
+    """The session's server behind a proxy; tests set `faults.fault`."""
+    proxy = FaultyProxy(s3.endpoint, lambda method, path: None)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    yield proxy
+    proxy.close()
+
+
+def every(kinds: list[str], calm: int = 1):
+    """Each kind of fault in turn, with `calm` good requests after each."""
+    state = {"count": 0}
+    lock = threading.Lock()
+
+    def fault(method: str, path: str) -> str | None:
+        with lock:
+            state["count"] += 1
+            turn, rest = divmod(state["count"], calm + 1)
+            return kinds[turn % len(kinds)] if rest == 0 else None
+
+    return fault
+
+
+def test_throttling_failures_and_resets_are_retried(faults, s3_uri):
+    faults.fault = every(["throttle", "fail", "hang up", "lose the answer"], calm=2)
+    features = write(s3_uri, rows=300)
+    faults.fault = every(["throttle", "fail", "hang up", "lose the answer"], calm=2)
+    whole = FeatureSet.open(s3_uri).read()
+    done = {what for _, what in faults.seen}
+    faults.fault = lambda method, path: None
+    assert done >= {"throttle", "fail", "hang up", "lose the answer"}
+    assert whole.shape == (300, 16)
+    assert features.digest == FeatureSet.open(s3_uri).digest
+    verify_thing(s3_uri)
+
+
+def test_lost_answer_to_an_exclusive_write_is_no_defeat(faults, s3_uri):
+    lost = []
+
+    def lose_first_put(method: str, path: str) -> str | None:
+        if method == "PUT" and not lost:
+            lost.append(path)
+            return "lose the answer"
+        return None
+
+    faults.fault = lose_first_put
+    place = open_place(s3_uri)
+    place.create("once", b"ours")
+    assert lost
+    assert [method for method, _ in faults.seen].count("PUT") == 2
+    lost.clear()
+    with pytest.raises(AlreadyExistsError):
+        place.create("once", b"theirs")
+    assert place.read("once") == b"ours"
+
+
+def test_giving_up_after_the_time_allowed(faults, s3_uri, monkeypatch, caplog):
+    monkeypatch.setenv("LATTQE_S3_RETRY_SECONDS", "3")
+    faults.fault = lambda method, path: "throttle"
+    started = time.monotonic()
+    with pytest.raises(UnavailableError, match=r"503 SlowDown; gave up after 3 s \(LATTQE_S3_RETRY_SECONDS\)"):
+        open_place(s3_uri).write("x", b"1")
+    assert 2.5 < time.monotonic() - started < 20
+    assert 4 <= len(faults.seen) <= 12  # backoff, not a storm
+    assert "trying for another" in caplog.text
+    faults.fault = lambda method, path: None
+    assert open_place(s3_uri).list() == []
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "1e9"])
+def test_time_allowed_must_be_seconds(text, monkeypatch):
+    monkeypatch.setenv("LATTQE_S3_RETRY_SECONDS", text)
+    with pytest.raises(LattqeError, match="LATTQE_S3_RETRY_SECONDS"):
+        retry_seconds()
+
+
+def test_server_killed_and_restarted_during_a_write(mortal_s3):
+    uri = mortal_s3.fresh_uri()
+    outcome = []
+
+    def run() -> None:
+        try:
+            outcome.append(write(uri))
+        except BaseException as error:
+            outcome.append(error)
+
+    writer = threading.Thread(target=run)
+    writer.start()
+    deadline = time.monotonic() + 60
+    while len(open_place(uri).list()) < 3:
+        assert time.monotonic() < deadline
+    mortal_s3.kill()
+    time.sleep(1)
+    assert writer.is_alive()
+    mortal_s3.start()
+    writer.join(120)
+    assert isinstance(outcome[0], FeatureSet), outcome
+    verify_thing(uri)
+    assert not [name for name in open_place(uri).list() if name.startswith("_work")]
+
+
+def test_server_gone_for_good_then_the_same_command(mortal_s3, monkeypatch, tmp_path):
+    monkeypatch.setenv("LATTQE_S3_RETRY_SECONDS", "1")
+    uri = mortal_s3.fresh_uri()
+    x = np.random.default_rng(0).standard_normal((100, 16))
+    ids = [f"row-{i}" for i in range(100)]
+
+    def attempt(stop: bool) -> FeatureSet:
+        with FeatureWriter(uri, 16, part_bytes=1000) as writer:
+            writer.append(x[:50], ids[:50])
+            if stop:
+                mortal_s3.kill()
+            writer.append(x[50:], ids[50:])
+        return writer.close()
+
+    with pytest.raises(UnavailableError, match=r"cannot be reached .*run the same command again"):
+        attempt(stop=True)
+    mortal_s3.start()
+    with pytest.raises(LattqeError, match="is not finished"):
+        FeatureSet.open(uri)
+    assert attempt(stop=False).ids() == ids
+    verify_thing(uri)
+
+
+def assert_no_secrets(error: BaseException) -> None:
+    assert not any(secret in str(error) for secret in (SECRET_KEY, ACCESS_KEY, "wrong-secret", "wrong-key"))
+
+
+@pytest.mark.parametrize(("variable", "value"), [("AWS_SECRET_ACCESS_KEY", "wrong-secret"),
+                                                 ("AWS_ACCESS_KEY_ID", "wrong-key")])
+def test_wrong_credentials_are_final_and_not_shown(s3_uri, monkeypatch, variable, value):
+    write(s3_uri, rows=20)
+    monkeypatch.setenv(variable, value)
+    started = time.monotonic()
+    place = open_place(s3_uri)
+    for action in (lambda: FeatureSet.open(s3_uri), lambda: FeatureWriter(s3_uri, 4), lambda: place.list(),
+                   lambda: place.fetch("manifest.json"), lambda: place.write("x", b""), lambda: place.delete("x"),
+                   lambda: place.create("x", b""), lambda: place.open_input("manifest.json")):
+        with pytest.raises(LattqeError, match=r"S3 refused the credentials|permission denied") as caught:
+            action()
+        assert_no_secrets(caught.value)
+    assert time.monotonic() - started < 10
+
+
+def test_no_credentials(s3_uri, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(LattqeError, match="no S3 credentials were found"):
+        FeatureSet.open(s3_uri)
+
+
+def test_profile_serves_both_clients(s3_uri, monkeypatch, tmp_path):
+    """Credentials and endpoint from files reach boto3 and pyarrow alike."""
+    features = write(s3_uri, rows=20)
+    credentials, config = tmp_path / "credentials", tmp_path / "config"
+    credentials.write_text(f"[tests]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n")
+    config.write_text(f"[profile tests]\nregion = us-east-1\nendpoint_url = {os.environ['AWS_ENDPOINT_URL']}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_PROFILE", "tests")
+    np.testing.assert_array_equal(FeatureSet.open(s3_uri).read(), features.read())
+
+
+def test_missing_bucket_is_final(s3, monkeypatch):
+    started = time.monotonic()
+    place = open_place("s3://no-such-bucket/x")
+    for action in (lambda: FeatureSet.open(place.uri), lambda: FeatureWriter(place.uri, 4), lambda: place.list(),
+                   lambda: place.write("x", b""), lambda: place.exists("x"), lambda: place.fetch("x")):
+        with pytest.raises(LattqeError, match="the bucket 'no-such-bucket' does not exist"):
+            action()
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("address", ["nonsense", "http://"])
+def test_wrong_endpoint(monkeypatch, s3, address):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    with pytest.raises(LattqeError, match="AWS_ENDPOINT_URL"):
+        open_place("s3://bucket/x").read("y")
+
+
+def test_ranges_are_fetched_in_parallel(s3_uri, monkeypatch):
+    monkeypatch.setattr("lattqe.store.s3.RANGE_BYTES", 1000)
+    data = np.random.default_rng(0).bytes(123_456)
+    place = open_place(s3_uri)
+    place.write("x", data)
+    assert place.read("x") == data
+    assert place.read_range("x", 100_000, 20_000) == data[100_000:120_000]
+
+
+def test_large_output_goes_up_in_pieces_and_abandoned_pieces_are_removed(s3, s3_uri, monkeypatch):
+    place = open_place(s3_uri)
+    with place.open_output("large") as file:
+        file.write(bytes(20 << 20))
+    assert place.size("large") == 20 << 20
+    client = s3.client()
+    prefix = s3_uri.removeprefix(f"s3://{BUCKET}/")
+    upload = client.create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}/dead")["UploadId"]
+    client.upload_part(Bucket=BUCKET, Key=f"{prefix}/dead", UploadId=upload, PartNumber=1, Body=b"x" * 1000)
+
+    def unfinished() -> list[str]:
+        return [entry["Key"] for entry in client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])]
+
+    place.sweep()  # it may still be alive
+    assert unfinished() == [f"{prefix}/dead"]
+    monkeypatch.setattr("lattqe.store.s3.ABANDONED", timedelta(0))
+    place.sweep()
+    assert unfinished() == []
+    assert place.list() == ["large"]
+
+
+def test_damage_on_the_server_is_found(s3_uri):
+    features = write(s3_uri, rows=300)
+    name = features.manifest.parts[0].name
+    data = bytearray(features.place.read(name))
+    data[len(data) // 2] ^= 1
+    features.place.write(name, bytes(data))
+    with pytest.raises(CorruptDataError, match=f"{name} does not match its checksum"):
+        FeatureSet.open(s3_uri).read()
+    features.place.write(name, bytes(data[:-1]))
+    with pytest.raises(CorruptDataError, match=f"{name} has {len(data) - 1} bytes"):
+        FeatureSet.open(s3_uri).gather(np.array([0]))
+    features.place.delete(name)
+    with pytest.raises(CorruptDataError, match=f"{name} is missing"):
+        next(FeatureSet.open(s3_uri).blocks(5))
+
+
+def test_memory_of_remote_parts_is_bounded(s3_uri, monkeypatch):
+    features = write(s3_uri, rows=1000)
+    monkeypatch.setattr(lattqe.store.parts, "RESIDENT_BYTES", 20_000)
+    rows = np.random.default_rng(0).integers(0, 1000, 200)
+    reader = FeatureSet.open(s3_uri)
+    np.testing.assert_array_equal(reader.gather(rows), features.read()[rows])
+    assert 1 <= len(reader.parts._kept) <= 2
+
+
+def test_cache_is_filled_part_by_part_and_mended(s3_uri, tmp_path):
+    features = write(s3_uri, rows=1000)
+    cache = tmp_path / "cache"
+    reader = FeatureSet.open(s3_uri, cache=str(cache))
+    np.testing.assert_array_equal(reader.read(0, 10), features.read(0, 10))
+    folder = cache / features.digest
+    parts = [part.name for part in features.manifest.parts]
+    assert sorted(path.name for path in folder.glob("*.arrow")) == parts[:1]
+    np.testing.assert_array_equal(reader.read(), features.read())
+    for name in parts:
+        features.place.delete(name)  # from here on the cache is all there is
+    np.testing.assert_array_equal(FeatureSet.open(s3_uri, cache=str(cache)).read(), reader.read())
+    damaged = bytearray((folder / parts[0]).read_bytes())
+    damaged[100] ^= 1
+    (folder / parts[0]).unlink()
+    (folder / parts[0]).write_bytes(damaged)
+    with pytest.raises(CorruptDataError, match=f"{parts[0]} is missing"):
+        FeatureSet.open(s3_uri, cache=str(cache)).read()
+
+
+def test_cache_is_filled_once_by_many_readers(s3_uri, tmp_path, faults):
+    """Locks on files hold among threads as among processes: each reader opens its own."""
+    features = write(s3_uri, rows=1000)
+    expected = features.read()
+    faults.seen.clear()
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda _: FeatureSet.open(s3_uri, cache=str(tmp_path / "cache")).read(), range(6)))
+    for rows in found:
+        np.testing.assert_array_equal(rows, expected)
+    # Each part is fetched once; each reader reads the manifest.
+    assert [method for method, _ in faults.seen].count("GET") == len(features.manifest.parts) + 6
+    assert not list(tmp_path.rglob(".tmp-*"))
