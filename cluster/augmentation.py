@@ -47,6 +47,7 @@ class Augmentation:
     cache: str | None = None  # node-local folder that keeps remote rows
     threads: int = 1
     block_rows: int = BLOCK_ROWS
+    share: bool = False  # first products of each row computed once, as `lattqe.expansion.rows.shares` decides
     previous: str | None = None  # an index whose rows may be taken over, where `write_reusable` said so
 
 
@@ -84,6 +85,8 @@ class AugmentWorker:
         self.reusable = read_reusable(self.pending.place) if task.previous else None
         self.seconds = {"reading": 0.0, "expanding": 0.0, "writing": 0.0}
         self.expanded = 0
+        self._index: Any = None
+        self._table: np.ndarray | None = None
 
     def run(self, item: Item) -> dict[str, Any]:
         """Compute one block, or assemble one part."""
@@ -114,18 +117,29 @@ class AugmentWorker:
             I, D = self.graph.gather(rows)  # noqa: E741
             I, D = I[:, :self.task.k], D[:, :self.task.k]  # noqa: E741
             x = self.features.gather(rows)
-            negatives = self.lowest(x) if self.method.negatives else None
-        self.expanded += len(rows)
         with self.timed("expanding"):
-            return expand_rows(self.method, x, I, D, self.features.gather, negatives).astype(self.features.dtype)
+            negatives = self.lowest(x, I, rows) if self.method.negatives else None
+            shared = (self.table(), rows) if self.task.share else None
+            self.expanded += len(rows)
+            vectors = expand_rows(self.method, x, I, D, self.features.gather, negatives, shared)
+        return vectors.astype(self.features.dtype)
 
-    def lowest(self, x: np.ndarray) -> np.ndarray:
+    def lowest(self, x: np.ndarray, I: np.ndarray, rows: np.ndarray) -> np.ndarray:  # noqa: E741
         """Row numbers (n, m) of the lowest-ranked rows of the whole database, for DQE."""
+        from lattqe.expansion.lowest import lowest_outside
         from lattqe.search import FlatIndex
 
-        if not hasattr(self, "index"):
-            self.index = FlatIndex(self.features.read())
-        return self.index.lowest(x, self.method.negatives)[1]
+        if self._index is None:
+            self._index = FlatIndex(self.features.read())
+        return lowest_outside(self._index, x, I, self.method.negatives, own=rows)
+
+    def table(self) -> np.ndarray:
+        """The first products of all rows, computed once by each worker: a small part of what they save it."""
+        from lattqe.expansion.rows import shared_table
+
+        if self._table is None:
+            self._table = shared_table(self.method, (block for _, block in self.features.blocks(self.task.block_rows)))
+        return self._table
 
     def write_piece(self, start: int, vectors: np.ndarray) -> None:
         """Store a block's vectors behind their digest."""

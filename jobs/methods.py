@@ -26,16 +26,3 @@ def method_params(name: str, *, alpha: float | None = None, c: float | None = No
             raise LattqeError("lattqe needs --model: the folder or s3:// address that `lattqe train` wrote")
         params["dba"] = dba
     return params
-
-
-def default_neighbors(name: str, model: str | None, *, dba: bool) -> int:
-    """How many neighbors to use when nobody says: what training chose for this model, or the paper's number."""
-    from lattqe.expansion import METHODS
-
-    if model is not None:
-        from lattqe.store import load_model
-
-        chosen = load_model(model)[2].get("ndba" if dba else "nqe")
-        if isinstance(chosen, int) and chosen > 0:
-            return chosen
-    return METHODS[name].default_k

@@ -6,17 +6,14 @@ import numpy as np
 
 from lattqe.device import pick_device
 from lattqe.errors import LattqeError
-from lattqe.expansion.attention import AttentionExpansion
-from lattqe.expansion.base import Method, blocks
+from lattqe.expansion.base import Method
 from lattqe.expansion.lowest import lowest_outside
 from lattqe.expansion.registry import create
-from lattqe.expansion.rows import expand_rows
+from lattqe.expansion.rows import expand_rows, shared_table, shares
 from lattqe.search import FlatIndex, knn_graph
 
 # Queries searched and expanded at once, so that their lists never need much memory.
 QUERY_BLOCK = 1024
-# Largest table of shared first projections that is made without being asked for.
-SHARED_BYTES = 1 << 30
 # How far a norm may be from 1: float16 vectors are normalised only so well.
 NORM_SLACK = 0.01
 
@@ -58,28 +55,13 @@ def augment(xb: np.ndarray, method: str | Method = "lattqe", k: int | None = Non
         return xb.astype(np.float32)
     device = _search_device(theta)
     I, D = knn_graph(xb, k, device=device)  # noqa: E741
-    if isinstance(theta, AttentionExpansion) and 0 < 4 * len(xb) * theta.shared_width <= SHARED_BYTES:
-        return _augment_shared(theta, xb, I, D)
+    if shares(theta, len(xb)):
+        table = shared_table(theta, [xb])
+        return expand_rows(theta, xb, I, D, xb.__getitem__, shared=(table, np.arange(len(xb))))
     negatives = None
     if theta.negatives:
         negatives = lowest_outside(FlatIndex(xb, device), xb, I, theta.negatives, own=np.arange(len(xb)))
     return expand_rows(theta, xb, I, D, xb.__getitem__, negatives)
-
-
-def _augment_shared(
-    method: AttentionExpansion,
-    xb: np.ndarray,
-    I: np.ndarray,  # noqa: E741
-    D: np.ndarray,
-) -> np.ndarray:
-    """Augment with the first projections of each row computed once."""
-    table = method.shared_rows(xb)
-    rows = np.concatenate([np.arange(len(xb), dtype=I.dtype)[:, None], I], axis=1)
-    out = np.empty(xb.shape, dtype=np.float32)
-    for batch in blocks(len(xb), rows.shape[1] * xb.shape[1] * 4):
-        neighbors = xb[np.maximum(I[batch], 0)]
-        out[batch] = method.expand_shared(xb[batch], neighbors, D[batch], table, rows[batch]).vectors
-    return out
 
 
 def _method(method: str | Method, params: dict[str, Any]) -> Method:

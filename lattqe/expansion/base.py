@@ -70,6 +70,11 @@ class Method(ABC):
         """How many neighbors to use for queries, or for database rows, when nobody says."""
         return self.default_k_dba if dba else self.default_k
 
+    @property
+    def shared_width(self) -> int:
+        """Floats that all lists share of one database row (`AttentionExpansion.shared_rows`); 0: nothing."""
+        return 0
+
     @abstractmethod
     def weights(self, lists: Lists) -> torch.Tensor:
         """The weights (n, 1 + k) or (n, 1 + k + m); what stands on padding is ignored."""

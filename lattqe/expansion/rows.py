@@ -1,30 +1,55 @@
 """Expanding rows whose neighbors are row numbers: vectors are gathered a batch ahead of the method that uses them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from lattqe.errors import LattqeError
+from lattqe.expansion.attention import AttentionExpansion
 from lattqe.expansion.base import Method, blocks
+
+# What one process keeps of shared projections at the most: 1M rows of a 64-wide network, 40,000 of the paper's.
+SHARED_BYTES = 1 << 30
 
 Gather = Callable[[np.ndarray], np.ndarray]
 
 
 def expand_rows(method: Method, x: np.ndarray, I: np.ndarray, D: np.ndarray, gather: Gather,  # noqa: E741
-                negatives: np.ndarray | None = None) -> np.ndarray:
+                negatives: np.ndarray | None = None, shared: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
     """Expand x (n, D) from the lists I, D (n, k) of row numbers (-1: none) and scores; returns (n, D) float32.
 
-    `gather(rows (m,)) -> (m, D)` reads original vectors; `negatives` (n, m) are row numbers too. One batch of
-    vectors is in the method while the next is being gathered, so two batches of `BLOCK_BYTES` are held.
+    `gather(rows (m,)) -> (m, D)` reads original vectors; `negatives` (n, m) are row numbers too. `shared` is what
+    `shared_table` gave for all rows, and the row numbers (n,) of x itself. One batch of vectors is in the method
+    while the next is being gathered, so two batches of `BLOCK_BYTES` are held.
     """
     out = np.empty(x.shape, dtype=np.float32)
     width = 1 + I.shape[1] + (0 if negatives is None else negatives.shape[1])
     batches = list(blocks(len(x), width * x.shape[1] * 4))
     lists = [I] if negatives is None else [I, negatives]
     for batch, vectors in zip(batches, _gathered(batches, lists, gather)):
+        if shared is not None and isinstance(method, AttentionExpansion):
+            rows = np.concatenate([shared[1][batch, None], I[batch]], axis=1)
+            out[batch] = method.expand_shared(x[batch], vectors[0], D[batch], shared[0], rows).vectors
+            continue
         more = {} if negatives is None else {"negatives": vectors[1], "negatives_valid": negatives[batch] >= 0}
         out[batch] = method.expand(x[batch], vectors[0], D[batch], valid=I[batch] >= 0, **more).vectors
     return out
+
+
+def shares(method: Method, rows: int) -> bool:
+    """Whether the first products of so many database rows are computed once and kept in memory.
+
+    Decided by the numbers alone, never by the machine: sharing changes the last bits of a result.
+    """
+    return 0 < 4 * rows * method.shared_width <= SHARED_BYTES
+
+
+def shared_table(method: Method, blocks_of_rows: Iterable[np.ndarray]) -> np.ndarray:
+    """What all lists share of all rows, given as blocks (n, D): (nb, shared_width) float32."""
+    if not isinstance(method, AttentionExpansion):
+        raise LattqeError(f"{method.name} shares nothing between lists")
+    return np.concatenate([method.shared_rows(block) for block in blocks_of_rows])
 
 
 def _gathered(batches: list[slice], lists: list[np.ndarray], gather: Gather) -> Iterator[list[np.ndarray]]:

@@ -117,7 +117,7 @@ def test_lattqe_with_fewer_rows_than_neighbors(rows):
 def test_sharing_does_not_show(monkeypatch):
     xb, model = vectors(30, 16, 0, True), network()
     shared = lattqe.augment(xb, model=model, k=5, device="cpu")
-    monkeypatch.setattr(arrays, "SHARED_BYTES", 0)
+    monkeypatch.setattr(rows, "SHARED_BYTES", 0)
     np.testing.assert_allclose(lattqe.augment(xb, model=model, k=5, device="cpu"), shared, atol=1e-4)
 
 
