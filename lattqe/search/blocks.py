@@ -44,6 +44,14 @@ class Block:
         stored = held if isinstance(held, np.ndarray) else x
         return cls(stored, held, length, None if k is None else surplus_rows(x, k))
 
+    def part(self, start: int, stop: int) -> "Block":
+        """Rows start..stop, without a copy."""
+        if (start, stop) == (0, len(self)):
+            return self
+        rows = slice(start, stop)
+        surplus = None if self.surplus is None else self.surplus[rows]
+        return Block(self.stored[rows], self.held[rows], self.norms[rows], surplus)
+
     def without(self, k: int) -> "Block":
         """The same rows, with the surplus duplicates of another k."""
         return replace(self, surplus=surplus_rows(self.stored, k))

@@ -1,5 +1,6 @@
 """Where the seconds go: loading, products, selection, scoring, merging."""
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -7,10 +8,11 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Seconds by name; `with clock("products"): ...` adds to one."""
+    """Seconds by name, summed over threads; `with clock("products"): ...` adds to one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -19,4 +21,6 @@ class Clock:
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - start
+            spent = time.perf_counter() - start
+            with self._lock:
+                self.seconds[name] += spent

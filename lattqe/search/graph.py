@@ -1,5 +1,6 @@
 """The kNN graph of a set with itself: each pair of blocks is multiplied once and feeds both sides' running top-k."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,12 +10,15 @@ from lattqe.errors import LattqeError
 from lattqe.search.blocks import Block, check_vectors
 from lattqe.search.clock import Clock
 from lattqe.search.exact import merge, published
-from lattqe.search.products import Products, products_on
+from lattqe.search.lanes import in_lanes, lanes_on
+from lattqe.search.pairing import all_pairs, run_pairs
+from lattqe.search.products import Products
 from lattqe.search.running import RunningTopK
 from lattqe.search.topk import tiles
 
 WIDE_BYTES = 256 << 20  # of one block's float32 copy
 CANDIDATE_BYTES = 128 << 20  # of one block's running top-k
+FINISH_ROWS = 1024  # scored and merged at once by one thread
 
 
 @dataclass
@@ -37,6 +41,8 @@ class Lists:
     def add(self, scores: np.ndarray, ids: np.ndarray, first_row: int) -> "Lists":
         """Merge exact lists whose row numbers count from `first_row`."""
         ids = np.where(ids < 0, -1, ids + np.int32(first_row)).astype(np.int32)
+        if (self.ids < 0).all():
+            return Lists(scores, ids)
         return Lists(*merge([(self.scores, self.ids), (scores, ids)], self.ids.shape[1]))
 
 
@@ -51,18 +57,20 @@ def knn_graph(xb: np.ndarray, k: int, *, device: torch.device | None = None, blo
     xb = check_vectors(xb)
     if k < 1:
         raise LattqeError(f"k must be at least 1, got {k}")
-    products, clock = products_on(device), clock or Clock()
+    clock = clock or Clock()
     size = block_rows or rows_per_block(xb.shape[1], k, copied=device is not None or xb.dtype != np.float32)
     cuts = list(tiles(len(xb), size))
     lists = [Lists.empty(stop - start, k) for start, stop in cuts]
-    for a, (start, stop) in enumerate(cuts):
-        with clock("loading"):
-            rows = Block.load(xb[start:stop], products, k, widen=True)
-        lists[a] = compare_within(rows, lists[a], start, products, clock)
-        for b in range(a + 1, len(cuts)):
+    with lanes_on(device) as lanes:
+        for a, (start, stop) in enumerate(cuts):
             with clock("loading"):
-                visitors = Block.load(xb[slice(*cuts[b])], products, k, widen=True)
-            lists[a], lists[b] = compare_between(rows, visitors, lists[a], lists[b], start, cuts[b][0], products, clock)
+                rows = Block.load(xb[start:stop], lanes[0], k, widen=True)
+            lists[a] = compare_within(rows, lists[a], start, lanes, clock)
+            for b in range(a + 1, len(cuts)):
+                with clock("loading"):
+                    visitors = Block.load(xb[slice(*cuts[b])], lanes[0], k, widen=True)
+                lists[a], lists[b] = compare_between(rows, visitors, lists[a], lists[b], start, cuts[b][0],
+                                                     lanes, clock)
     if not lists:
         return np.empty((0, k), dtype=np.int32), np.empty((0, k), dtype=np.float32)
     scores, ids = (np.concatenate([getattr(part, name) for part in lists]) for name in ("scores", "ids"))
@@ -76,28 +84,42 @@ def rows_per_block(dim: int, k: int, copied: bool = True) -> int:
     return max(min(rows, WIDE_BYTES // (4 * max(dim, 1))) if copied else rows, 1)
 
 
-def compare_within(rows: Block, lists: Lists, first_row: int, products: Products, clock: Clock) -> Lists:
+def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Products], clock: Clock) -> Lists:
     """Compare a block with itself: diagonal tiles first, so that every row has a threshold, then one triangle."""
     running = RunningTopK(rows, rows, lists.ids.shape[1], _known(lists))
-    cuts = list(tiles(len(rows), products.tile))
-    for cut in cuts:
-        _feed(rows, rows, cut, cut, running, None, products, clock)
-    for a, cut in enumerate(cuts):
-        for visiting in cuts[a + 1 :]:
-            _feed(rows, rows, cut, visiting, running, running, products, clock)
-    return _finish(running, lists, first_row, clock)
+    cuts = list(tiles(len(rows), tile_rows(len(rows), lanes)))
+
+    def compare(products: Products, pair: tuple[int, int]) -> None:
+        a, b = pair
+        _feed(rows, rows, cuts[a], cuts[b], running, None if a == b else running, products, clock)
+
+    run_pairs(all_pairs(len(cuts)), compare, lanes)
+    return _finish(running, lists, first_row, lanes, clock)
 
 
 def compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: Lists, first_row: int,
-                    first_visitor: int, products: Products, clock: Clock) -> tuple[Lists, Lists]:
+                    first_visitor: int, lanes: Sequence[Products], clock: Clock) -> tuple[Lists, Lists]:
     """Compare two different blocks, which start at the given row numbers; return both sides' lists."""
     k = lists.ids.shape[1]
     running = RunningTopK(rows, visitors, k, _known(lists))
     returning = RunningTopK(visitors, rows, k, _known(visitor_lists))
-    for cut in tiles(len(rows), products.tile):
-        for visiting in tiles(len(visitors), products.tile):
-            _feed(rows, visitors, cut, visiting, running, returning, products, clock)
-    return (_finish(running, lists, first_visitor, clock), _finish(returning, visitor_lists, first_row, clock))
+    cuts = list(tiles(len(rows), tile_rows(len(rows), lanes)))
+    visiting = list(tiles(len(visitors), tile_rows(len(visitors), lanes)))
+
+    def compare(products: Products, pair: tuple[int, int]) -> None:
+        a, b = pair[0], pair[1] - len(cuts)
+        _feed(rows, visitors, cuts[a], visiting[b], running, returning, products, clock)
+
+    run_pairs([(a, len(cuts) + b) for a in range(len(cuts)) for b in range(len(visiting))], compare, lanes)
+    return (_finish(running, lists, first_visitor, lanes, clock),
+            _finish(returning, visitor_lists, first_row, lanes, clock))
+
+
+def tile_rows(rows: int, lanes: Sequence[Products]) -> int:
+    """Rows of a tile: what suits the cache, but at least four tiles for each of several threads."""
+    if len(lanes) == 1:
+        return lanes[0].tile
+    return int(np.clip(-(-rows // (4 * len(lanes))), 256, lanes[0].tile))
 
 
 def _feed(rows: Block, visitors: Block, cut: tuple[int, int], visiting: tuple[int, int], running: RunningTopK,
@@ -114,10 +136,10 @@ def _feed(rows: Block, visitors: Block, cut: tuple[int, int], visiting: tuple[in
             _lift(returning, first, last, tile, hi - lo, products, columns=True)
         i, j, scores = products.passing(tile, running.threshold[lo:hi],
                                         None if returning is None else returning.threshold[first:last])
-        running.offer(i + lo, j + first, scores)
+        running.offer(lo, i, j + first, scores)
         if returning is not None:
-            order = np.argsort(j, kind="stable")
-            returning.offer(j[order] + first, i[order] + lo, scores[order])
+            order = np.argsort(j.astype(np.uint16), kind="stable")  # 16 bits sort by radix; tiles are smaller
+            returning.offer(first, j[order], i[order] + lo, scores[order])
 
 
 def _lift(running: RunningTopK, lo: int, hi: int, tile: object, entries: int, products: Products,
@@ -132,8 +154,14 @@ def _known(lists: Lists) -> np.ndarray | None:
     return None if np.isneginf(lists.floor).all() else lists.floor
 
 
-def _finish(running: RunningTopK, lists: Lists, first_row: int, clock: Clock) -> Lists:
-    with clock("scoring"):
-        scores, ids = running.finish()
-    with clock("merging"):
-        return lists.add(scores, ids, first_row)
+def _finish(running: RunningTopK, lists: Lists, first_row: int, lanes: Sequence[Products], clock: Clock) -> Lists:
+    """Score what was kept and merge it into the lists, rows in parallel."""
+    def finish(_: Products, cut: tuple[int, int]) -> Lists:
+        part = slice(*cut)
+        with clock("scoring"):
+            scores, ids = running.finish(*cut)
+        with clock("merging"):
+            return Lists(lists.scores[part], lists.ids[part]).add(scores, ids, first_row)
+
+    parts = in_lanes(finish, list(tiles(len(running.rows), FINISH_ROWS)), lanes)
+    return Lists(np.concatenate([part.scores for part in parts]), np.concatenate([part.ids for part in parts]))

@@ -8,7 +8,7 @@ import torch
 from lattqe.errors import LattqeError
 from lattqe.search.blocks import Block
 from lattqe.search.exact import published
-from lattqe.search.products import products_on
+from lattqe.search.lanes import lanes_on
 from lattqe.search.topk import best_rows, count_above, pair_scores
 
 
@@ -44,8 +44,9 @@ class FlatIndex:
 
     def __init__(self, xb: np.ndarray, device: torch.device | None = None, first_row: int = 0) -> None:
         self.first_row = first_row
-        self._products = products_on(device)
-        self._block = Block.load(xb, self._products)
+        self._device = device
+        with lanes_on(device) as lanes:
+            self._block = Block.load(xb, lanes[0])
 
     @property
     def rows(self) -> int:
@@ -68,7 +69,8 @@ class FlatIndex:
 
     def search_exact(self, xq: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The lists that shards merge: (nq, k) float64 with -inf where missing, (nq, k) int32."""
-        return best_rows(xq, self._block, k, self._products, first_row=self.first_row)
+        with lanes_on(self._device) as lanes:
+            return best_rows(xq, self._block, k, lanes, first_row=self.first_row)
 
     def score(self, xq: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """See Index."""

@@ -39,7 +39,7 @@ class Products(Protocol):
 
 
 class NumpyProducts:
-    """CPU: OpenBLAS into one reused buffer, then comparisons that run at the speed of the cache."""
+    """CPU: BLAS into one reused buffer, then comparisons that run at the speed of the cache."""
 
     def __init__(self, tile: int = 2048) -> None:
         self.tile = tile
@@ -59,8 +59,7 @@ class NumpyProducts:
         size = len(a) * len(b)
         if self._buffer.size < size:
             self._buffer = np.empty(size, dtype=np.float32)
-            padded = -(-size // 8) * 8  # `passing` reads eight entries at a time
-            self._masks = [np.zeros(padded, dtype=bool), np.zeros(padded, dtype=bool)]
+            self._masks = [np.empty(size, dtype=bool), np.empty(size, dtype=bool)]
         return np.matmul(a, b.T, out=self._buffer[:size].reshape(len(a), len(b)))
 
     def blank(self, tile: np.ndarray, i: np.ndarray, j: np.ndarray) -> None:
@@ -75,20 +74,13 @@ class NumpyProducts:
 
     def passing(self, tile: np.ndarray, rows: np.ndarray, columns: np.ndarray | None = None) -> Passing:
         """See Products."""
-        size = tile.size
-        padded = -(-size // 8) * 8
-        flat = self._masks[0][:padded]
-        flat[size:] = False
-        mask = flat[:size].reshape(tile.shape)
+        mask, other = (flat[: tile.size].reshape(tile.shape) for flat in self._masks)
         np.greater(tile, rows[:, None], out=mask)
         if columns is not None:
-            other = self._masks[1][:size].reshape(tile.shape)
             mask |= np.greater(tile, columns, out=other)
-        words = np.flatnonzero(flat.view(np.uint64))
-        places = (words[:, None] * 8 + np.arange(8)).ravel()
-        places = places[flat[places]]
-        i, j = np.divmod(places, tile.shape[1])
-        return i, j, tile.ravel()[places]
+        places = np.flatnonzero(mask)
+        i = places // tile.shape[1]
+        return i, places - i * tile.shape[1], np.take(tile, places)
 
 
 class TorchProducts:
@@ -141,10 +133,3 @@ def as_tensor(x: np.ndarray) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(np.ascontiguousarray(x))
-
-
-def products_on(device: torch.device | None = None) -> Products:
-    """Pick the implementation for a device; None is the CPU."""
-    if device is None or device.type == "cpu":
-        return NumpyProducts()
-    return TorchProducts(device)

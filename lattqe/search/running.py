@@ -8,9 +8,7 @@ or near ties leave too many of those, the row is scored exactly on the spot, so 
 import numpy as np
 
 from lattqe.search.blocks import Block
-from lattqe.search.exact import best_of, exact_scores, float32_error, just_below
-
-FINISH_ROWS = 4096
+from lattqe.search.exact import best_of, exact_order, exact_scores, float32_error, just_below
 
 
 class RunningTopK:
@@ -37,35 +35,36 @@ class RunningTopK:
         possible = just_below(kth.astype(np.float64) - 2 * self.error[start:stop])
         np.maximum(self.threshold[start:stop], possible, out=self.threshold[start:stop])
 
-    def offer(self, i: np.ndarray, j: np.ndarray, scores: np.ndarray) -> None:
-        """Take candidates: rows i (m,) ascending, other rows j (m,), float32 scores (m,)."""
-        keep = scores > self.threshold[i]
+    def offer(self, start: int, i: np.ndarray, j: np.ndarray, scores: np.ndarray) -> None:
+        """Take candidates: rows start + i (m,), i ascending, other rows j (m,), float32 scores (m,)."""
+        keep = scores > self.threshold[start + i]
         if self.others.surplus is not None:
             keep &= ~self.others.surplus[j]
         capacity = self._scores.shape[1]
-        while keep.any():
-            i, j, scores = i[keep], j[keep], scores[keep]
-            touched, rank, counts = _runs(i)
-            slot = self._fill[i] + rank
-            fits = slot < capacity
-            self._scores[i[fits], slot[fits]] = scores[fits]
-            self._ids[i[fits], slot[fits]] = j[fits]
-            self._fill[touched] = np.minimum(self._fill[touched] + counts, capacity)
-            if fits.all():
+        while True:
+            if not keep.all():
+                i, j, scores = i[keep], j[keep], scores[keep]
+            if not i.size:
                 return
-            self._compact(touched[self._fill[touched] == capacity])
-            keep = ~fits & (scores > self.threshold[i])
+            rank, counts = _places(i)
+            rows = slice(start, start + len(counts))
+            slot = self._fill[rows][i] + rank
+            self._fill[rows] = np.minimum(self._fill[rows] + counts, capacity)
+            full = np.flatnonzero(self._fill[rows] == capacity)
+            fits = slot < capacity if full.size else slice(None)
+            place = (start + i[fits]) * capacity + slot[fits]
+            self._scores.reshape(-1)[place] = scores[fits]
+            self._ids.reshape(-1)[place] = j[fits]
+            if not full.size:
+                return
+            self._compact(start + full)
+            keep = (slot >= capacity) & (scores > self.threshold[start + i])
 
-    def finish(self) -> tuple[np.ndarray, np.ndarray]:
-        """Score everything kept and order it: ((n, k) float64, (n, k) int32 rows of `others`), -inf and -1 missing."""
-        n, k = len(self.rows), self.k
-        scores, ids = np.empty((n, k), dtype=np.float64), np.empty((n, k), dtype=np.int32)
-        for start in range(0, n, FINISH_ROWS):
-            rows = np.arange(start, min(start + FINISH_ROWS, n))
-            self._compact(rows[self._fill[rows] > k])
-            part = slice(start, start + len(rows))
-            scores[part], ids[part] = best_of(*self._exact(rows), k)
-        return scores, ids
+    def finish(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Score and order what the rows start..stop kept: ((n, k) float64, (n, k) int32), -inf and -1 missing."""
+        rows = np.arange(start, stop)
+        self._compact(rows[self._fill[start:stop] > self.k])
+        return best_of(*self._exact(rows), self.k)
 
     def _compact(self, rows: np.ndarray) -> None:
         """Drop from the buffers of `rows` what can no longer be among their k best."""
@@ -81,13 +80,12 @@ class RunningTopK:
             keep[crowded], exact_kth = self._exactly_best(rows[crowded])
             threshold[crowded] = np.maximum(threshold[crowded], just_below(exact_kth - self.error[rows[crowded]]))
         r, c = np.nonzero(keep)
-        touched, slot, counts = _runs(r)
+        slot, counts = _places(r, len(rows))
         fresh = np.full_like(scores, -np.inf)
         fresh[r, slot] = scores[r, c]
         self._scores[rows] = fresh
         self._ids[rows[r], slot] = ids[r, c]
-        self._fill[rows] = 0
-        self._fill[rows[touched]] = counts
+        self._fill[rows] = counts
         self.threshold[rows] = threshold
 
     def _exact(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -104,17 +102,13 @@ class RunningTopK:
     def _exactly_best(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mark the k exactly best entries in full buffers: (m, capacity) bool, and the k-th scores (m,) float64."""
         scores, ids = self._exact(rows)
-        order = np.lexsort((ids, -scores), axis=-1)[:, : self.k]
+        order = exact_order(scores, ids)[:, : self.k]
         mask = np.zeros((len(rows), self._scores.shape[1]), dtype=bool)
         np.put_along_axis(mask, order, True, axis=1)
         return mask, np.take_along_axis(scores, order[:, -1:], axis=1)[:, 0]
 
 
-def _runs(i: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For ascending i (m,): its distinct values, each entry's place within its run (m,), and the runs' lengths."""
-    begins = np.empty(len(i), dtype=bool)
-    begins[:1] = True
-    np.not_equal(i[1:], i[:-1], out=begins[1:])
-    starts = np.flatnonzero(begins)
-    counts = np.diff(starts, append=len(i))
-    return i[starts], np.arange(len(i)) - np.repeat(starts, counts), counts
+def _places(i: np.ndarray, length: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """For ascending i (m,): each entry's place among those equal to it (m,), and how many there are of each (n,)."""
+    counts = np.bincount(i, minlength=length)
+    return np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts), counts

@@ -1,17 +1,19 @@
 """Exact search of one set of rows in another, on one device: the k best, the k lowest, scores and exact ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from lattqe.errors import LattqeError
 from lattqe.search.blocks import Block, check_vectors
-from lattqe.search.exact import exact_scores, norms, published
-from lattqe.search.products import Products, products_on
+from lattqe.search.exact import exact_scores, merge, norms, published
+from lattqe.search.lanes import in_lanes, lanes_on
+from lattqe.search.products import Products
 from lattqe.search.running import RunningTopK
 
 QUERY_BLOCK = 4096
+MANY_QUERIES = 256  # for each thread: fewer, and the threads share the database instead
 BUFFER_BYTES = 128 << 20  # of candidates, for one block of queries
 TILE_ENTRIES = 4 << 20  # of one product: with its masks it stays near the last-level cache
 COUNT_QUERIES, COUNT_ENTRIES = 1024, 2 << 20
@@ -25,29 +27,41 @@ def topk(xq: np.ndarray, xb: np.ndarray, k: int, *, largest: bool = True, exclud
     `exclude` (nq,) int names one row of xb that each query must not find (-1: none). Row numbers in the answer, and in
     `exclude`, start at `first_row`. Fewer than k rows: row -1, score 0.
     """
-    products = products_on(device)
-    database = Block.load(xb, products)
     # The lowest scores are the highest of the opposite query: negation is exact.
     sign = 1 if largest else -1
-    scores, ids = best_rows(sign * np.asarray(xq), database, k, products, exclude=exclude, first_row=first_row)
+    with lanes_on(device) as lanes:
+        database = Block.load(xb, lanes[0])
+        scores, ids = best_rows(sign * np.asarray(xq), database, k, lanes, exclude=exclude, first_row=first_row)
     return published(sign * scores, ids)
 
 
-def best_rows(xq: np.ndarray, database: Block, k: int, products: Products, *,
+def best_rows(xq: np.ndarray, database: Block, k: int, lanes: Sequence[Products], *,
               exclude: np.ndarray | None = None, first_row: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Find the k best, in the form that can be merged: (nq, k) float64 (-inf missing), (nq, k) int32 (-1 missing)."""
+    """Find the k best, in the form that can be merged: (nq, k) float64 (-inf missing), (nq, k) int32 (-1 missing).
+
+    Threads share the queries or, where these are few, the rows of the database.
+    """
     xq = check_queries(xq, database.dim)
     if k < 1:
         raise LattqeError(f"k must be at least 1, got {k}")
     database = database.without(k)
+    limit = int(np.clip(BUFFER_BYTES // (max(4 * k, 64) * 8), 1, QUERY_BLOCK))
+    few = len(xq) < MANY_QUERIES * len(lanes)
+    blocks = list(tiles(len(xq), limit if few else min(limit, -(-len(xq) // len(lanes)))))
+    ranges = list(tiles(len(database), -(-len(database) // len(lanes)) if few else len(database)))
+
+    def search(products: Products, task: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+        first, last, start, stop = task
+        queries = Block.load(xq[first:last], products, widen=True)
+        hidden = None if exclude is None else np.asarray(exclude[first:last]) - first_row - start
+        scores, ids = _search_block(queries, database.part(start, stop), k, products, hidden)
+        return scores, np.where(ids < 0, -1, ids + (start + first_row)).astype(np.int32)
+
     scores, ids = np.full((len(xq), k), -np.inf), np.full((len(xq), k), -1, dtype=np.int32)
-    step = int(np.clip(BUFFER_BYTES // (max(4 * k, 64) * 8), 1, QUERY_BLOCK))
-    for start in range(0, len(xq) if len(database) else 0, step):
-        part = slice(start, min(start + step, len(xq)))
-        queries = Block.load(xq[part], products, widen=True)
-        hidden = None if exclude is None else np.asarray(exclude[part]) - first_row
-        scores[part], ids[part] = _search_block(queries, database, k, products, hidden)
-    ids[ids >= 0] += first_row
+    found = in_lanes(search, [(*block, *rows) for block in blocks for rows in ranges], lanes)
+    for number, (first, last) in enumerate(blocks if ranges else ()):
+        lists = found[number * len(ranges) : (number + 1) * len(ranges)]
+        scores[first:last], ids[first:last] = merge(lists, k) if len(lists) > 1 else lists[0]
     return scores, ids
 
 
@@ -63,8 +77,8 @@ def _search_block(queries: Block, database: Block, k: int, products: Products,
         if lo == 0 and hi > k:
             running.lift(0, products.kth(tile, k))
         i, j, scores = products.passing(tile, running.threshold)
-        running.offer(i, j + lo, scores)
-    return running.finish()
+        running.offer(0, i, j + lo, scores)
+    return running.finish(0, len(queries))
 
 
 def pair_scores(xq: np.ndarray, xb: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -6,6 +6,8 @@ only touched lists are scored and ordered again. A list that lost a member says 
 is searched anew.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -14,7 +16,8 @@ from lattqe.search.blocks import Block
 from lattqe.search.clock import Clock
 from lattqe.search.exact import just_below, merge, published
 from lattqe.search.graph import Lists, compare_between, compare_within, rows_per_block
-from lattqe.search.products import Products, products_on
+from lattqe.search.lanes import lanes_on
+from lattqe.search.products import Products
 from lattqe.search.topk import best_rows, pair_scores, tiles
 
 
@@ -30,29 +33,30 @@ def update_graph(xb: np.ndarray, I: np.ndarray, D: np.ndarray, stale: np.ndarray
     if m > n:
         raise LattqeError(f"a graph of {m} rows cannot belong to {n} rows")
     stale = np.zeros(m, dtype=bool) if stale is None else stale
-    products, clock = products_on(device), Clock()
+    clock = Clock()
     new_I, new_D = np.empty((n, k), dtype=np.int32), np.empty((n, k), dtype=np.float32)
     new_I[:m], new_D[:m] = I, D
-    for start, stop in tiles(n - m, rows_per_block(xb.shape[1], k)):
-        rows = Block.load(xb[m + start:m + stop], products, k, widen=True)
-        lists = compare_within(rows, Lists.empty(stop - start, k), m + start, products, clock)
-        for lo, hi in tiles(m + start, rows_per_block(xb.shape[1], k)):
-            lists = _compare_with_known(rows, lists, m + start, xb, (lo, hi), new_I, new_D, products, clock)
-        new_D[m + start:m + stop], new_I[m + start:m + stop] = published(lists.scores, lists.ids)
-    _search_again(xb, np.flatnonzero(stale), new_I, new_D, products)
+    with lanes_on(device) as lanes:
+        for start, stop in tiles(n - m, rows_per_block(xb.shape[1], k)):
+            rows = Block.load(xb[m + start:m + stop], lanes[0], k, widen=True)
+            lists = compare_within(rows, Lists.empty(stop - start, k), m + start, lanes, clock)
+            for lo, hi in tiles(m + start, rows_per_block(xb.shape[1], k)):
+                lists = _compare_with_known(rows, lists, m + start, xb, (lo, hi), new_I, new_D, lanes, clock)
+            new_D[m + start:m + stop], new_I[m + start:m + stop] = published(lists.scores, lists.ids)
+        _search_again(xb, np.flatnonzero(stale), new_I, new_D, lanes)
     return new_I, new_D
 
 
 def _compare_with_known(rows: Block, lists: Lists, first_row: int, xb: np.ndarray, known: tuple[int, int],
-                        I: np.ndarray, D: np.ndarray, products: Products, clock: Clock) -> Lists:  # noqa: E741
+                        I: np.ndarray, D: np.ndarray, lanes: Sequence[Products], clock: Clock) -> Lists:  # noqa: E741
     """Compare new rows with rows lo..hi, whose lists I, D are complete without them and are updated in place."""
     lo, hi = known
     k = I.shape[1]
     # A stand-in for each known list: k entries just below its last score. What comes before them may enter.
     floor = np.where(I[lo:hi, -1] < 0, -np.inf, just_below(D[lo:hi, -1].astype(np.float64)))
     stand_in = Lists(np.repeat(floor[:, None], k, axis=1), np.full((hi - lo, k), -1, dtype=np.int32))
-    visitors = Block.load(xb[lo:hi], products, k, widen=True)
-    lists, offered = compare_between(rows, visitors, lists, stand_in, first_row, lo, products, clock)
+    visitors = Block.load(xb[lo:hi], lanes[0], k, widen=True)
+    lists, offered = compare_between(rows, visitors, lists, stand_in, first_row, lo, lanes, clock)
     touched = np.flatnonzero((offered.ids >= 0).any(axis=1))
     if len(touched):
         own = I[lo + touched]
@@ -64,9 +68,9 @@ def _compare_with_known(rows: Block, lists: Lists, first_row: int, xb: np.ndarra
 
 
 def _search_again(xb: np.ndarray, rows: np.ndarray, I: np.ndarray, D: np.ndarray,  # noqa: E741
-                  products: Products) -> None:
+                  lanes: Sequence[Products]) -> None:
     """Search rows whose lists lost a member among all others."""
     if not len(rows):
         return
-    found = best_rows(xb[rows], Block.load(xb, products), I.shape[1], products, exclude=rows)
+    found = best_rows(xb[rows], Block.load(xb, lanes[0]), I.shape[1], lanes, exclude=rows)
     D[rows], I[rows] = published(*found)
