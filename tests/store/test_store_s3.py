@@ -110,7 +110,7 @@ def test_server_killed_and_restarted_during_a_write(mortal_s3):
 
     def run() -> None:
         try:
-            outcome.append(write(uri))
+            outcome.append(write(uri, rows=1000))
         except BaseException as error:
             outcome.append(error)
 
@@ -119,6 +119,7 @@ def test_server_killed_and_restarted_during_a_write(mortal_s3):
     deadline = time.monotonic() + 60
     while len(open_place(uri).list()) < 3:
         assert time.monotonic() < deadline
+        time.sleep(0.01)
     mortal_s3.kill()
     time.sleep(1)
     assert writer.is_alive()

@@ -1,0 +1,179 @@
+"""info, verify and export as a user meets them: what they print, and their exit codes."""
+
+import json
+import shutil
+
+import faiss
+import numpy as np
+import pytest
+
+import jobs.export
+import jobs.info
+import jobs.verify
+from jobs.console import guarded
+from lattqe.store import FeatureSet, FeatureWriter, Pending, neighbors_table, open_thing, ranks_table, save_model
+from lattqe.store.manifest import Manifest
+
+
+@pytest.fixture(scope="module")
+def things(tmp_path_factory):
+    """A feature set of several parts, a graph, ranks and a model."""
+    base = tmp_path_factory.mktemp("things")
+    source = {"source": {"uri": "vectors.npy", "digest": "d1", "kind": "file.npy"}}
+    with FeatureWriter(str(base / "features"), 8, labels=True, part_bytes=2000, inputs=source,
+                       config={"note": "[bold]not markup[/oops]"}) as writer:
+        writer.append(np.random.default_rng(0).standard_normal((300, 8)), [f"image {i}" for i in range(300)],
+                      labels=np.arange(300) // 10)
+    I, D = (np.arange(300)[:, None] + [[1, 2]]) % 300, np.tile(np.float32([0.5, 0.25]), (300, 1))  # noqa: E741
+    for kind, table in (("neighbors", neighbors_table(I, D)), ("ranks", ranks_table(writer.close().ids(), I, D))):
+        pending = Pending.begin(str(base / kind), kind, {"k": 2}, [300],
+                                inputs={"features": writer.close().as_input()})
+        pending.publish(0, table)
+        pending.finish()
+    save_model(str(base / "model"), {"w": np.ones((4, 5), np.float32)}, {"heads": 8}, {"map": 0.5})
+    return base
+
+
+@pytest.fixture
+def run(capsys):
+    """Call a job in this process as the command line would: (exit code, stdout, stderr on one line)."""
+    def call(module, *arguments):
+        code = 0
+        try:
+            guarded(module.app, args=[str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = stop.code or 0
+        captured = capsys.readouterr()
+        return code, captured.out, " ".join(captured.err.split())
+
+    return call
+
+
+@pytest.mark.parametrize(("kind", "shown"), [
+    ("features", ["a feature set", "300 × 8 float16", "label: int32", "vectors.npy (file.npy, digest d1)", "image 2",
+                  "[bold]not markup[/oops]"]),
+    ("neighbors", ["a neighbor graph", "300 × 2", "(features, digest", '"scores": [0.5, 0.25]']),
+    ("ranks", ["a list of ranks", "300 × 2", '"id": "image 0"']),
+    ("model", ["a model", "1, 20 parameters", '{"map": 0.5}', "heads"]),
+])
+def test_info_tells_what_a_thing_is(run, things, kind, shown):
+    code, out, err = run(jobs.info, things / kind)
+    assert (code, out) == (0, "")
+    for text in shown:
+        assert text in err
+
+
+@pytest.mark.parametrize("kind", ["features", "neighbors", "ranks", "model"])
+def test_info_for_programs(run, things, kind):
+    code, out, _ = run(jobs.info, things / kind, "--json")
+    facts = json.loads(out)
+    assert (code, facts["kind"], facts["rows"]) == (0, kind, 0 if kind == "model" else 300)
+    assert facts["digest"] == open_thing(str(things / kind)).manifest.digest
+    assert len(facts["sample"]) == (1 if kind == "model" else 3)
+
+
+@pytest.mark.parametrize("job", [jobs.info, jobs.verify])
+def test_what_cannot_be_opened(run, tmp_path, job):
+    code, out, err = run(job, tmp_path / "nothing")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: there is no finished thing at")
+    (tmp_path / "file").write_text("x")
+    code, _, err = run(job, tmp_path / "file")
+    assert code == 2
+    assert "cannot read" in err
+
+
+@pytest.mark.parametrize("kind", ["features", "neighbors", "ranks", "model"])
+def test_verify_sound_things(run, things, kind):
+    code, out, err = run(jobs.verify, things / kind)
+    assert (code, out) == (0, "")
+    assert err.startswith("sound: a ")
+
+
+def test_verify_names_the_damaged_part(run, things, tmp_path):
+    shutil.copytree(things / "features", tmp_path / "copy")
+    part = tmp_path / "copy" / "part-00001.arrow"
+    data = bytearray(part.read_bytes())
+    data[300] ^= 1
+    part.write_bytes(data)
+    code, _, err = run(jobs.verify, tmp_path / "copy")
+    assert code == 1
+    assert err.startswith("wrong: ")
+    assert f"{part} does not match its checksum" in err
+    code, _, err = run(jobs.export, tmp_path / "copy", "--to", tmp_path / "x.npy")
+    assert (code, f"{part} does not match its checksum" in err) == (2, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+
+
+def test_verify_a_damaged_manifest_and_a_newer_one(run, things, tmp_path):
+    shutil.copytree(things / "features", tmp_path / "copy")
+    manifest = tmp_path / "copy" / "manifest.json"
+    text = manifest.read_bytes()
+    manifest.write_bytes(text[:-10])
+    assert run(jobs.verify, tmp_path / "copy")[0] == 1
+    newer = FeatureSet.open(str(things / "features")).manifest
+    manifest.write_bytes(Manifest(**{**vars(newer), "format_version": 99}).to_json())
+    code, _, err = run(jobs.verify, tmp_path / "copy")
+    assert code == 2
+    assert "format version 99" in err
+
+
+def test_export_to_matrices(run, things, tmp_path):
+    features = FeatureSet.open(str(things / "features"))
+    assert run(jobs.export, features.uri, "--to", tmp_path / "x.npy")[0] == 0
+    matrix = np.load(tmp_path / "x.npy")
+    assert matrix.dtype == np.float16
+    np.testing.assert_array_equal(matrix, features.read())
+    assert (tmp_path / "x.npy.ids.txt").read_text().splitlines() == features.ids()
+    np.testing.assert_array_equal(np.loadtxt(tmp_path / "x.npy.labels.txt", dtype=int), features.labels())
+    assert run(jobs.export, features.uri, "--to", tmp_path / "x.fvecs")[0] == 0
+    rows = np.fromfile(tmp_path / "x.fvecs", np.int32).reshape(300, 9)
+    assert (rows[:, 0] == 8).all()
+    np.testing.assert_array_equal(rows[:, 1:].view(np.float32), features.read().astype(np.float32))
+
+
+def test_export_to_faiss(run, things, tmp_path):
+    faiss.omp_set_num_threads(1)  # tiny work: threads would only wait for each other
+    features = FeatureSet.open(str(things / "features"))
+    assert run(jobs.export, features.uri, "--to", tmp_path / "flat.faiss")[0] == 0
+    x = features.read().astype(np.float32)
+    index = faiss.read_index(str(tmp_path / "flat.faiss"))
+    assert index.metric_type == faiss.METRIC_INNER_PRODUCT
+    np.testing.assert_array_equal(index.reconstruct_n(0, 300), x)
+    assert index.search(x[:50], 1)[1][:, 0].tolist() == list(range(50))
+    for name in ("a.index", "b.index"):
+        assert run(jobs.export, features.uri, "--to", tmp_path / name, "--factory", "IVF4,SQ8")[0] == 0
+    assert faiss.read_index(str(tmp_path / "a.index")).ntotal == 300
+    assert (tmp_path / "a.index").read_bytes() == (tmp_path / "b.index").read_bytes()
+
+
+@pytest.mark.s3
+def test_export_to_s3(run, things, s3_uri):
+    from lattqe.store import open_place
+
+    code, _, _ = run(jobs.export, things / "features", "--to", f"{s3_uri}/x.npy")
+    assert code == 0
+    assert open_place(s3_uri).list() == ["x.npy", "x.npy.ids.txt", "x.npy.labels.txt"]
+
+
+@pytest.mark.parametrize(("arguments", "match"), [
+    (["--to", "x.csv"], "must end in one of .npy"),
+    (["--to", "x.npy", "--factory", "Flat"], "of no use for a .npy file"),
+    (["--to", "x.faiss", "--factory", "Nonsense7"], "does not know the factory string 'Nonsense7'"),
+    (["--to", "x.faiss", "--factory", "IVF3000,Flat"], "cannot train 'IVF3000,Flat' on 300 rows"),
+    (["--to", "taken.npy"], "taken.npy exists already"),
+    (["--to", "taken.npy/x.npy"], "a file stands where a folder is needed"),
+])
+def test_exports_that_cannot_be(run, things, tmp_path, monkeypatch, arguments, match):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken.npy").write_text("mine")
+    code, _, err = run(jobs.export, things / "features", *arguments)
+    assert code == 2
+    assert match in err
+    assert [path.name for path in tmp_path.iterdir()] == ["taken.npy"]
+
+
+def test_export_of_a_graph_is_refused(run, things, tmp_path):
+    code, _, err = run(jobs.export, things / "neighbors", "--to", tmp_path / "x.npy")
+    assert code == 2
+    assert "is a neighbor graph (kind 'neighbors'), but a feature set" in err
