@@ -59,3 +59,37 @@ def test_the_ray_version_is_the_tested_one_and_said_in_full(aws):
     images = [aws["docker"]["image"], aws["available_node_types"]["cpu"]["docker"]["worker_image"]]
     assert all(f":{pinned['ray']}-py311" in image for image in images)
     assert aws["setup_commands"]
+
+
+def test_the_kubernetes_job_runs_an_augmentation_that_can_be_created_again():
+    job = yaml.safe_load((ROOT / "cluster" / "kuberay.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    spec = job["spec"]
+    assert spec["entrypoint"].startswith("python -m jobs.augment s3://")
+    assert spec["shutdownAfterJobFinishes"]
+    assert spec["backoffLimit"] >= 1
+    cluster = spec["rayClusterSpec"]
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    assert cluster["rayVersion"] == pinned["ray"]
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    (workers,) = cluster["workerGroupSpecs"]
+    (container,) = workers["template"]["spec"]["containers"]
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert "/cache" in mounts
+    assert f"--cache {'/cache'}" in spec["entrypoint"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+def test_the_kubernetes_job_has_arguments_the_verb_understands():
+    import shlex
+
+    import typer.main
+
+    from jobs.augment import app
+
+    job = yaml.safe_load((ROOT / "cluster" / "kuberay.yaml").read_text())
+    arguments = shlex.split(job["spec"]["entrypoint"])[3:]
+    command = typer.main.get_command(app)
+    parsed = command.make_context("augment", arguments)
+    assert parsed.params["k"] == 48
+    assert parsed.params["to"].startswith("s3://")
