@@ -70,6 +70,10 @@ class Method(ABC):
         """How many neighbors to use for queries, or for database rows, when nobody says."""
         return self.default_k_dba if dba else self.default_k
 
+    def depth(self, k: int) -> int:
+        """How many neighbors must be fetched so that k of them can be weighed."""
+        return k
+
     @property
     def shared_width(self) -> int:
         """Floats that all lists share of one database row (`AttentionExpansion.shared_rows`); 0: nothing."""
