@@ -42,7 +42,7 @@ class SplitPlan:
 
 PLANS = {
     "train": SplitPlan(landmarks=360, shape=0.7, fewest=3, most=400, background=0, queries_per_landmark=0),
-    "val": SplitPlan(landmarks=70, shape=0.7, fewest=3, most=400, background=800, queries_per_landmark=3),
+    "val": SplitPlan(landmarks=40, shape=0.5, fewest=6, most=300, background=800, queries_per_landmark=5),
     "oxford": SplitPlan(landmarks=35, shape=1.0, fewest=12, most=200, background=2400, queries_per_landmark=2),
     "paris": SplitPlan(landmarks=14, shape=2.0, fewest=130, most=450, background=1200, queries_per_landmark=5),
 }
