@@ -96,7 +96,8 @@ def _write(source: Any, to: str, dtype: str, skip_bad: bool, config: dict[str, A
         "seconds": round(seconds, 3),
     }  # fmt: skip
     done = "was there already, the same" if reused else f"{features.rows:,} rows in {seconds:.1f} s"
-    screen.print(f"{features.uri}: {done}" + (f", {skipped:,} bad rows left out" if skipped else ""), soft_wrap=True)
+    screen.print(f"{features.uri}: {done}" + (f", {skipped:,} bad rows left out" if skipped else ""), markup=False,
+                 soft_wrap=True)
     return summary
 
 

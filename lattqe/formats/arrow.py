@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from lattqe.formats.batches import BatchReader
-from lattqe.formats.reader import Options, decoding
+from lattqe.formats.reader import Options
 
 FILE_MAGIC = b"ARROW1"
 
@@ -16,12 +16,10 @@ class ArrowReader(BatchReader):
 
     def __init__(self, path: Path, options: Options) -> None:
         self._path = path
-        with decoding(path, "Arrow"):
-            with path.open("rb") as file:
-                self._is_file = file.read(len(FILE_MAGIC)) == FILE_MAGIC
-            schema = self._open().schema
-            rows = sum(batch.num_rows for batch in self._stored([]))
-        super().__init__(str(path), schema, rows, options, "Arrow")
+        with path.open("rb") as file:
+            self._is_file = file.read(len(FILE_MAGIC)) == FILE_MAGIC
+        rows = sum(batch.num_rows for batch in self._stored([]))
+        super().__init__(str(path), self._open().schema, rows, options, "Arrow")
 
     def batches(self, columns: list[str], size: int) -> Iterator[pa.RecordBatch]:
         """Yield the named columns in the batches that are stored."""

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from lattqe.errors import LattqeError
 from lattqe.formats.columns import as_ids, as_labels
 from lattqe.formats.named import ID_NAMES, LABEL_NAMES, VECTOR_NAMES
-from lattqe.formats.reader import Block, Labels, Options, Reader, as_vectors, check_matrix, decoding
+from lattqe.formats.reader import Block, Labels, Options, Reader, as_vectors, check_matrix
 
 
 class BatchReader(Reader):
@@ -20,7 +20,7 @@ class BatchReader(Reader):
     def __init__(self, name: str, schema: pa.Schema, rows: int, options: Options, kind: str) -> None:
         if options.transposed:
             raise LattqeError(f"{name}: a table has one image in each row; leave out --transposed")
-        self.name, self.rows, self._kind, self._schema = name, rows, kind, schema
+        self.name, self.rows, self.kind, self._schema = name, rows, kind, schema
         if len(set(schema.names)) != len(schema.names):
             raise LattqeError(f"{name} has two columns of the same name")
         self._vector = _choose_vector(name, schema, options.key)
@@ -38,33 +38,29 @@ class BatchReader(Reader):
     def batches(self, columns: list[str], size: int) -> Iterator[pa.RecordBatch]:
         """Yield the named columns in batches of at most `size` rows."""
 
-    def blocks(self, size: int) -> Iterator[Block]:
-        """Yield the rows in order."""
+    def _blocks(self, step: int) -> Iterator[Block]:
         columns = [column for column in (self._vector, self._id, self._label) if column]
         first = 0
-        for batch in self._decoded(columns, self.block_rows(size)):
-            with decoding(self.name, self._kind):
-                block = self._block(batch, first)
-            yield block
+        for batch in self._sound(columns, step):
+            yield self._block(batch, first)
             first += batch.num_rows
         if first != self.rows:
             raise LattqeError(f"{self.name} is damaged: {self.rows} rows are declared, {first} are there")
 
-    def label_names(self) -> set[str]:
-        """Return the distinct text labels."""
+    def _label_names(self) -> set[str]:
         if self.labels is not str or self._label is None:
             return set()
         names: set[str] = set()
-        for batch in self._decoded([self._label], 1 << 16):
+        for batch in self._sound([self._label], 1 << 16):
             names.update(_texts(batch.column(0), self.name, "label"))
         return names
 
-    def _decoded(self, columns: list[str], size: int) -> Iterator[pa.RecordBatch]:
-        with decoding(self.name, self._kind):
-            for batch in self.batches(columns, size):
-                batch.validate(full=True)  # offsets of a damaged file can point anywhere
-                for start in range(0, batch.num_rows, size):
-                    yield batch.slice(start, size)
+    def _sound(self, columns: list[str], size: int) -> Iterator[pa.RecordBatch]:
+        """Yield checked batches of at most `size` rows: offsets of a damaged file can point anywhere."""
+        for batch in self.batches(columns, size):
+            batch.validate(full=True)
+            for start in range(0, batch.num_rows, size):
+                yield batch.slice(start, size)
 
     def _block(self, batch: pa.RecordBatch, first: int) -> Block:
         vectors = _vectors(batch.column(self._vector), self.dim, self.name, first)
@@ -82,7 +78,7 @@ class BatchReader(Reader):
         kind = _plain(self._schema.field(self._vector).type)
         if pa.types.is_fixed_size_list(kind):
             return int(kind.list_size)
-        for batch in self._decoded([self._vector], 1):
+        for batch in self._sound([self._vector], 1):
             length = pc.list_value_length(_storage(batch.column(0)))[0].as_py()
             return int(length or 0)
         raise LattqeError(f"{self.name} is damaged: {self.rows} rows are declared, none are there")

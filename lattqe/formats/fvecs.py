@@ -7,11 +7,13 @@ import numpy as np
 
 from lattqe.errors import LattqeError
 from lattqe.formats.matrix import FileMatrix, in_file
-from lattqe.formats.reader import Block, Options, Reader, as_vectors, check_matrix, decoding
+from lattqe.formats.reader import Block, Options, Reader, as_vectors, check_matrix
 
 
 class FvecsReader(Reader):
     """Every row repeats the dimension; a row that says another one is refused."""
+
+    kind = ".fvecs"
 
     def __init__(self, path: Path) -> None:
         size = path.stat().st_size
@@ -24,12 +26,9 @@ class FvecsReader(Reader):
         check_matrix(self.name, (self.rows, self.dim), np.dtype("<f4"))
         self._stored: FileMatrix = in_file(path, 0, (self.rows, self.dim + 1), np.dtype("<f4"))
 
-    def blocks(self, size: int) -> Iterator[Block]:
-        """Yield the rows in order."""
-        step = self.block_rows(size)
+    def _blocks(self, step: int) -> Iterator[Block]:
         for start in range(0, self.rows, step):
-            with decoding(self.name, ".fvecs"):
-                piece = np.ascontiguousarray(self._stored[start : min(start + step, self.rows), 0 : self.dim + 1])
+            piece = np.ascontiguousarray(self._stored[start : min(start + step, self.rows), 0 : self.dim + 1])
             other = np.flatnonzero(piece[:, :1].view("<i4")[:, 0] != self.dim)
             if len(other):
                 row, dim = start + int(other[0]), int(piece[other[0], :1].view("<i4")[0])
@@ -41,5 +40,4 @@ def open_fvecs(path: Path, options: Options) -> Reader:
     """Open a .fvecs file; it can only be read row by row."""
     if options.transposed:
         raise LattqeError(f"{path}: a .fvecs file has one image in each row; leave out --transposed")
-    with decoding(path, ".fvecs"):
-        return FvecsReader(path)
+    return FvecsReader(path)

@@ -6,8 +6,8 @@ from typing import Any
 from lattqe.errors import LattqeError
 from lattqe.formats.hdf5 import datasets, is_hdf5
 from lattqe.formats.matrix import Described, MatrixReader, Transposed
-from lattqe.formats.named import choose, open_named
-from lattqe.formats.reader import Options, decoding
+from lattqe.formats.named import LABEL_NAMES, choose, open_named
+from lattqe.formats.reader import Options
 
 NUMERIC = ("double", "single", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 
@@ -22,7 +22,7 @@ def _contents_73(path: Path) -> dict[str, Any]:
     """A v7.3 file is HDF5, and stores column by column what HDF5 reads row by row."""
     return {
         name: Transposed(array) if len(array.shape) == 2 else array
-        for name, array in datasets(path, ".mat").items()
+        for name, array in datasets(path).items()
         if not name.startswith("#")  # MATLAB's own notes
     }
 
@@ -32,13 +32,12 @@ def _contents_5(path: Path, options: Options) -> dict[str, Any]:
     import numpy as np
     from scipy.io import loadmat, whosmat
 
-    with decoding(path, ".mat"):
-        announced = {
-            name: Described(shape, np.dtype(kind) if kind in NUMERIC else kind) for name, shape, kind in whosmat(path)
-        }
-        chosen = choose(str(path), announced, options.key)
-        wanted = [chosen, *(name for name in ("labels", "label") if name in announced)]
-        loaded = loadmat(path, variable_names=wanted)
+    announced = {
+        name: Described(shape, np.dtype(kind) if kind in NUMERIC else kind) for name, shape, kind in whosmat(path)
+    }
+    chosen = choose(str(path), announced, options.key)
+    wanted = [chosen, *(name for name in LABEL_NAMES if name in announced)]
+    loaded = loadmat(path, variable_names=wanted)
     missing = [name for name in wanted if name not in loaded]
     if missing:
         raise LattqeError(f"{path} is damaged: its variable {missing[0]!r} cannot be read")

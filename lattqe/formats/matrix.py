@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lattqe.errors import LattqeError
-from lattqe.formats.reader import Block, Labels, Reader, as_vectors, check_matrix, decoding
+from lattqe.formats.reader import Block, Labels, Reader, as_vectors, check_matrix
 
 BFLOAT16 = "bfloat16"  # numpy has no such type
 
@@ -121,24 +121,19 @@ class MatrixReader(Reader):
         notes: Sequence[str] = (),
     ) -> None:
         self.rows, self.dim = check_matrix(name, matrix.shape, matrix.dtype)
-        self.name, self.notes = name, notes
+        self.name, self.kind, self.notes = name, kind, notes
         self.has_ids = ids is not None
         self.labels = None if labels is None else (int if isinstance(labels, np.ndarray) else str)
-        self._matrix, self._kind, self._ids, self._labels = matrix, kind, ids, labels
+        self._matrix, self._ids, self._labels = matrix, ids, labels
 
-    def label_names(self) -> set[str]:
-        """Return the distinct text labels."""
+    def _label_names(self) -> set[str]:
         return set(self._labels) if isinstance(self._labels, list) else set()
 
-    def blocks(self, size: int) -> Iterator[Block]:
-        """Yield the rows in order."""
-        step = self.block_rows(size)
+    def _blocks(self, step: int) -> Iterator[Block]:
         for start in range(0, self.rows, step):
             stop = min(start + step, self.rows)
-            with decoding(self.name, self._kind):
-                vectors = as_vectors(np.asarray(self._matrix[slice(start, stop), slice(0, self.dim)]))
             yield Block(
-                vectors,
+                as_vectors(np.asarray(self._matrix[slice(start, stop), slice(0, self.dim)])),
                 None if self._ids is None else self._ids[start:stop],
                 None if self._labels is None else self._labels[start:stop],
             )

@@ -7,18 +7,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lattqe.formats.batches import BatchReader
-from lattqe.formats.reader import Options, decoding
+from lattqe.formats.reader import Options
 
 
 class ParquetReader(BatchReader):
     """One Parquet file."""
 
     def __init__(self, path: Path, options: Options) -> None:
-        with decoding(path, "Parquet"):
-            # A row group is read piece by piece (buffer_size), not fetched whole beforehand.
-            self._file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-            rows, schema = self._file.metadata.num_rows, self._file.schema_arrow
-        super().__init__(str(path), schema, rows, options, "Parquet")
+        # A row group is read piece by piece (buffer_size), not fetched whole beforehand.
+        self._file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+        super().__init__(str(path), self._file.schema_arrow, self._file.metadata.num_rows, options, "Parquet")
 
     def batches(self, columns: list[str], size: int) -> Iterator[pa.RecordBatch]:
         """Yield the named columns in batches of at most `size` rows."""

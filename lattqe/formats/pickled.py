@@ -9,7 +9,7 @@ from lattqe.errors import LattqeError
 from lattqe.formats.columns import as_ids
 from lattqe.formats.matrix import MatrixReader
 from lattqe.formats.named import open_named
-from lattqe.formats.reader import Options, decoding, is_numeric
+from lattqe.formats.reader import Options, is_numeric
 from lattqe.formats.safe_pickle import load
 
 
@@ -44,11 +44,8 @@ def _is_image_to_vector(value: dict[Any, Any]) -> bool:
 def _rows_by_name(path: Path, value: dict[Any, Any], options: Options, kind: str) -> MatrixReader:
     if options.transposed:
         raise LattqeError(f"{path} maps each image to its vector; leave out --transposed")
-    with decoding(path, kind):
-        rows = RowList(list(value.values()))
-        return MatrixReader(
-            str(path), rows, kind=kind, ids=as_ids(list(value), str(path)), notes=["the keys are taken for ids"]
-        )
+    ids, notes = as_ids(list(value), str(path)), ["the keys are taken for ids"]
+    return MatrixReader(str(path), RowList(list(value.values())), kind=kind, ids=ids, notes=notes)
 
 
 class RowList:

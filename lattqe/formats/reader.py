@@ -38,23 +38,29 @@ class Reader(ABC):
     """One foreign file, opened: its size is known, its vectors are still in the file."""
 
     name: str
+    kind: str  # of the file, for messages: ".npy", "Parquet"
     rows: int
     dim: int
     has_ids = False
     labels: type | None = None  # int, str, or None where the file has no labels
     notes: Sequence[str] = ()  # what was assumed, to be shown to the user
 
-    @abstractmethod
     def blocks(self, size: int) -> Iterator[Block]:
-        """Yield the rows in order, at most `size` in a block and never more than BLOCK_BYTES."""
+        """Yield the rows in order, at most `size` in a block and never more than BLOCK_BYTES of float32."""
+        with decoding(self.name, self.kind):
+            yield from self._blocks(max(1, min(size, BLOCK_BYTES // (4 * self.dim))))
 
     def label_names(self) -> set[str]:
         """Return the distinct labels of a file that has text labels."""
-        return set()
+        with decoding(self.name, self.kind):
+            return self._label_names()
 
-    def block_rows(self, size: int) -> int:
-        """How many rows of a block of at most `size` fit into BLOCK_BYTES."""
-        return max(1, min(size, BLOCK_BYTES // (4 * self.dim)))
+    @abstractmethod
+    def _blocks(self, step: int) -> Iterator[Block]:
+        """Yield the rows in order, at most `step` in a block."""
+
+    def _label_names(self) -> set[str]:
+        return set()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from lattqe.errors import LattqeError
-from lattqe.formats.reader import Options, Reader, check_file
+from lattqe.formats.reader import Options, Reader, check_file, decoding
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ def open_reader(path: str | Path, options: Options | None = None) -> Reader:
     format = find_format(str(path))
     check_file(path)
     opener = getattr(importlib.import_module(f"lattqe.formats.{format.module}"), format.function)
-    return cast(Reader, opener(path, options or Options()))
+    with decoding(path, format.endings[0]):
+        return cast(Reader, opener(path, options or Options()))
 
 
 def find_format(name: str) -> Format:

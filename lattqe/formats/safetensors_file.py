@@ -10,7 +10,7 @@ import numpy as np
 from lattqe.errors import LattqeError
 from lattqe.formats.matrix import BFLOAT16, Described, MatrixReader, in_file
 from lattqe.formats.named import open_named
-from lattqe.formats.reader import Options, decoding
+from lattqe.formats.reader import Options
 
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
 DTYPES: dict[str, Any] = {
@@ -22,9 +22,7 @@ DTYPES: dict[str, Any] = {
 
 def open_safetensors(path: Path, options: Options) -> MatrixReader:
     """Open a tensor with a row for each image."""
-    with decoding(path, ".safetensors"):
-        contents = _tensors(path)
-    return open_named(str(path), contents, options, kind=".safetensors", columns_are_images=False)
+    return open_named(str(path), _tensors(path), options, kind=".safetensors", columns_are_images=False)
 
 
 def _tensors(path: Path) -> dict[str, Any]:

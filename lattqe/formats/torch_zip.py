@@ -16,7 +16,7 @@ from lattqe.errors import LattqeError
 from lattqe.formats.matrix import BFLOAT16, Described, MatrixReader, Transposed, in_file
 from lattqe.formats.pickle_names import MEANINGS, Malformed, Name
 from lattqe.formats.pickled import open_contents
-from lattqe.formats.reader import Options, decoding
+from lattqe.formats.reader import Options
 from lattqe.formats.safe_pickle import loads
 
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature; lengths of the name and of the extra field
@@ -43,7 +43,7 @@ def open_torch(path: Path, options: Options) -> MatrixReader:
     """Open a saved tensor, or one of a saved dict of tensors; rows are images unless `--transposed`."""
     if not zipfile.is_zipfile(path):
         raise LattqeError(f"{path} is not a file of torch 1.6 or newer: load it and torch.save it again")
-    with decoding(path, "torch"), zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(path) as archive:
         value = TorchFile(path, archive).value()
     return open_contents(path, value, Options(options.key, bool(options.transposed)), "torch")
 

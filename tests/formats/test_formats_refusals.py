@@ -209,6 +209,22 @@ def test_hdf5_never_leads_to_other_files(tmp_path):
     assert "holds no matrix" in refusal(path)
 
 
+@pytest.mark.timeout(10)
+def test_hdf5_text_that_would_be_read_for_ever(tmp_path):
+    """Free space of size 0 in a collection of texts: HDF5 2.0 does not get past it."""
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        file["vectors"] = X
+        file["ids"] = ["a", "b", "c", "d"]
+    read_all(path)
+    data = bytearray(path.read_bytes())
+    free = data.index(b"GCOL") + 16 + 4 * (16 + 8)  # behind four texts of one letter, each padded to 8 bytes
+    assert data[free : free + 8] == b"\0" * 8
+    data[free + 8 : free + 16] = b"\0" * 8
+    path.write_bytes(data)
+    assert "has no end" in refusal(path)
+
+
 def test_declared_sizes_are_not_allocated(tmp_path):
     path = tmp_path / "x.npy"
     with path.open("wb") as file:
