@@ -1,0 +1,108 @@
+"""One cell of a run: one data set, with or without distractors and DBA, under one way of expanding its queries."""
+
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from lattqe.benchmark.spec import Setting
+from lattqe.evaluation import GroundTruth, Scores, evaluate, weights_by_rank
+from lattqe.expansion import Method, create
+from lattqe.expansion.lowest import lowest_outside
+from lattqe.search import Index
+from lattqe.store.manifest import canonical_json
+
+FORMAT = 1  # of a stored cell; raised when the same key would hold other numbers
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured. `dba` and `qe` are None where the database, or the query, is used as it is."""
+
+    dataset: str
+    distractors: str | None
+    dba: Setting | None
+    qe: Setting | None
+
+    def key(self, digests: Mapping[str, str]) -> str:
+        """A name for the cell's result: of its settings and of the content of all its inputs, not of their places."""
+        content = {"format": FORMAT, "inputs": dict(digests), "dba": _portable(self.dba, digests),
+                   "qe": _portable(self.qe, digests)}
+        return xxhash.xxh3_128_hexdigest(canonical_json(content))
+
+
+def _portable(setting: Setting | None, digests: Mapping[str, str]) -> dict[str, Any] | None:
+    """A setting with its model named by digest."""
+    if setting is None:
+        return None
+    content = setting.to_dict()
+    return {**content, "model": digests[content["model"]]} if "model" in content else content
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell's result: one Scores for each setup, weights by rank where asked for, and what it took."""
+
+    scores: tuple[Scores, ...]
+    weights: dict[str, Any] | None
+    seconds: dict[str, float]
+    peak_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able; floats come back to the last bit."""
+        return {"scores": [{"setup": one.setup, "ap": one.ap.tolist(), "positives": one.positives.tolist(),
+                            "precision": one.precision.tolist(), "ks": list(one.ks)} for one in self.scores],
+                "weights": self.weights, "seconds": self.seconds, "peak_bytes": self.peak_bytes}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Measured":
+        """What `to_json` wrote."""
+        scores = tuple(Scores(one["setup"], np.array(one["ap"]), np.array(one["positives"], dtype=np.int64),
+                              np.array(one["precision"]), tuple(one["ks"])) for one in content["scores"])
+        return cls(scores, content["weights"], content["seconds"], content["peak_bytes"])
+
+
+def measure(index: Index, xq: np.ndarray, truth: GroundTruth, settings: Sequence[Setting | None],
+            on_done: Callable[[Setting | None, Measured], None]) -> None:
+    """Measure several ways of expanding the same queries xq (nq, D) over one index; one search serves them all."""
+    depth = max((_method(setting).depth(setting.k) for setting in settings if setting is not None), default=0)
+    started = time.perf_counter()
+    D, I = index.search(xq, min(depth, index.rows)) if depth else (None, None)  # noqa: E741
+    searching = time.perf_counter() - started
+    for setting in settings:
+        started = time.perf_counter()
+        expanded, weights = xq, None
+        if setting is not None and I is not None and D is not None:
+            expanded, weights = _expand(index, xq, I, D, setting, truth)
+        expanding = time.perf_counter() - started
+        started = time.perf_counter()
+        scores = tuple(evaluate(index, expanded, truth).values())
+        seconds = {"search": searching if setting is not None else 0.0, "expand": expanding,
+                   "evaluate": time.perf_counter() - started}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        on_done(setting, Measured(scores, weights, seconds, peak))
+
+
+def _method(setting: Setting) -> Method:
+    return create(setting.method, **dict(setting.params))
+
+
+def _expand(index: Index, xq: np.ndarray, I: np.ndarray, D: np.ndarray, setting: Setting,  # noqa: E741
+            truth: GroundTruth) -> tuple[np.ndarray, dict[str, Any]]:
+    """Expanded queries (nq, D), and how the weights lie by rank and relevance."""
+    method = _method(setting)
+    depth = min(method.depth(setting.k), I.shape[1])
+    I, D = I[:, :depth], D[:, :depth]  # noqa: E741
+    negatives = lowest_outside(index, xq, I, method.negatives) if method.negatives else None
+    vectors = index.gather(np.maximum(I, 0).ravel()).reshape(*I.shape, -1)
+    more: dict[str, np.ndarray] = {}
+    if negatives is not None:
+        low = index.gather(np.maximum(negatives, 0).ravel()).reshape(*negatives.shape, -1)
+        more = {"negatives": low, "negatives_valid": negatives >= 0}
+    result = method.expand(xq, vectors, D, valid=I >= 0, **more)
+    profiles = weights_by_rank(result.weights, I, truth)
+    return result.vectors, {name: profile.to_dict() for name, profile in profiles.items()}
