@@ -103,9 +103,8 @@ class LocalPlace(Place):
         return data
 
     def fetch(self, name: str) -> pa.Buffer:
-        """The whole file, memory-mapped; the disk is told to read ahead, for all of it is about to be checked."""
-        with self.open_input(name) as file, open(self.file(name), "rb") as advised:
-            os.posix_fadvise(advised.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        """The whole file, memory-mapped."""
+        with self.open_input(name) as file:
             return file.read_buffer()
 
     def open_input(self, name: str) -> pa.NativeFile:

@@ -1,9 +1,9 @@
 """Reading the parts of a thing that is cut by rows: each part is checked before its first use, then viewed."""
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,8 @@ from lattqe.store.tables import decode_part
 
 # Parts read from S3 live in memory, and at most this much of them for each open thing; parts on disk are only mapped.
 RESIDENT_BYTES = 256 << 20
+# Parts that threads load beforehand: two checksums at once keep up with the raw speed of a disk cache.
+PARTS_AHEAD = 2
 
 # Files on disk whose checksum this process has found right: (path, signature of the file, checksum).
 _checked: set[tuple[str, tuple[int, int, int], str]] = set()
@@ -106,17 +108,18 @@ class Parts:
             yield low, batch.slice(low - begin, high - low)
 
     def _ahead(self, first: int, last: int, keep: bool) -> Iterator[pa.RecordBatch]:
-        """Parts first..last, each loaded and checked by a thread while the one before is in use."""
+        """Parts first..last; threads load and check the next ones while one is in use."""
         if first == last:
             yield self.batch(first, keep)
             return
-        with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(self.batch, first, keep)
-            for number in range(first + 1, last + 1):
-                batch = coming.result()
-                coming = pool.submit(self.batch, number, keep)
-                yield batch
-            yield coming.result()
+        with ThreadPoolExecutor(PARTS_AHEAD) as pool:
+            coming: deque[Future[pa.RecordBatch]] = deque()
+            for number in range(first, last + 1):
+                coming.append(pool.submit(self.batch, number, keep))
+                if len(coming) > PARTS_AHEAD:
+                    yield coming.popleft().result()
+            while coming:
+                yield coming.popleft().result()
 
     def groups(self, rows: np.ndarray) -> Iterator[tuple[pa.RecordBatch, np.ndarray, np.ndarray]]:
         """For a row list, part by part: the batch, the positions within `rows` (m,), the rows within the batch (m,)."""

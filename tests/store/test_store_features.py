@@ -88,6 +88,12 @@ def test_normalisation_of_very_large_and_small_vectors(scale):
     np.testing.assert_allclose(stored, x / np.linalg.norm(x, axis=1, keepdims=True), rtol=1e-6)
 
 
+def test_a_row_is_normalised_the_same_in_any_company():
+    x = np.random.default_rng(0).standard_normal((40, 33)).astype(np.float32)
+    together, _ = normalised(x, "float32")
+    np.testing.assert_array_equal(together, np.vstack([normalised(row[None], "float32")[0] for row in x]))
+
+
 def test_whole_numbers_are_vectors_too(tmp_path):
     features = write(tmp_path / "set", np.array([[3, 4], [0, 255]], dtype=np.uint8), dtype="float32")
     np.testing.assert_allclose(features.read(), [[0.6, 0.8], [0, 1]], rtol=1e-6)
