@@ -1,6 +1,6 @@
 """A feature set that grows: the old rows that stay, in their order, then the new ones."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -26,12 +26,17 @@ def kept_rows(old: FeatureSet, removed: Collection[str]) -> np.ndarray:
     return np.array([row for row in range(old.rows) if not gone or ids[row] not in gone], dtype=np.int64)
 
 
-def check_joinable(old: FeatureSet, new: FeatureSet) -> None:
-    """Refuse sets whose rows cannot stand in one table."""
+def check_same_vectors(old: FeatureSet, new: FeatureSet) -> None:
+    """Refuse sets whose vectors cannot stand in one matrix."""
     for name in ("dim", "dtype"):
         if getattr(old, name) != getattr(new, name):
             raise LattqeError(f"{new.uri} has {name} {getattr(new, name)}, {old.uri} has {getattr(old, name)}: "
                               "import the new rows like the old ones")
+
+
+def check_joinable(old: FeatureSet, new: FeatureSet) -> None:
+    """Refuse sets whose rows cannot stand in one table."""
+    check_same_vectors(old, new)
     if old.manifest.fields["columns"] != new.manifest.fields["columns"]:
         raise LattqeError(f"{new.uri} has columns {new.columns}, {old.uri} has {old.columns}: "
                           "import the new rows like the old ones")
@@ -61,3 +66,18 @@ def _copy(source: FeatureSet, rows: np.ndarray, writer: FeatureWriter, extra: li
     labels = table.column("label").to_numpy() if source.has_labels else None
     vectors = column_matrix(table.column("vector").combine_chunks())
     writer.append(vectors, table.column("id").to_pylist(), labels, {name: table.column(name) for name in extra})
+
+
+def stack_features(sets: Sequence[FeatureSet], to: str) -> FeatureSet:
+    """Write ids and vectors of several sets, one after the other; labels and other columns, which may differ, stay."""
+    for other in sets[1:]:
+        check_same_vectors(sets[0], other)
+    writer = FeatureWriter(to, sets[0].dim, sets[0].dtype, normalise=False, config={"job": "stack"},
+                           inputs={f"set{number}": each.as_input() for number, each in enumerate(sets)})
+    if writer.finished is not None:
+        return writer.finished
+    with writer:
+        for each in sets:
+            for start, vectors in each.blocks(JOIN_ROWS):
+                writer.append(vectors, each.ids(start, start + len(vectors)))
+    return FeatureSet.open(to)

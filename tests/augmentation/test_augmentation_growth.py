@@ -10,7 +10,7 @@ from lattqe.expansion.rows import expand_rows
 from lattqe.search import knn_graph
 from lattqe.search.update import update_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Pending, features_table, neighbors_table
-from lattqe.store.join import check_joinable, join_features, kept_rows
+from lattqe.store.join import check_joinable, join_features, kept_rows, stack_features
 
 DIM, K = 12, 5
 
@@ -78,6 +78,16 @@ def test_joining_twice_is_the_same_set_and_other_removals_are_refused(tmp_path):
     assert join_features(old, kept_rows(old, ["id-1"]), None, str(tmp_path / "joined")).digest == first.digest
     with pytest.raises(LattqeError, match="differs"):
         join_features(old, kept_rows(old, ["id-2"]), None, str(tmp_path / "joined"))
+
+
+def test_stacked_sets_keep_their_values_whatever_columns_they_have(tmp_path):
+    one = write_features(tmp_path / "one", vectors(7))
+    two = write_features(tmp_path / "two", vectors(5, seed=1), first=7, labels=False)
+    stacked = stack_features([one, two], str(tmp_path / "stacked"))
+    np.testing.assert_array_equal(stacked.read(), np.concatenate([one.read(), two.read()]))
+    assert stacked.ids() == one.ids() + two.ids()
+    assert not stacked.has_labels
+    assert stack_features([one, two], str(tmp_path / "stacked")).digest == stacked.digest
 
 
 def test_what_cannot_be_joined_is_refused(tmp_path):
