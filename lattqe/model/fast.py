@@ -65,19 +65,14 @@ class FastLAttQE:
     """
 
     def __init__(self, network: LAttQE, precision: str = "float32", device: torch.device | str = "cpu") -> None:
-        if precision not in PRECISIONS:
-            raise LattqeError(f"unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}")
         self.device = torch.device(device)
-        if precision == "half" and self.device.type != "cuda":
-            raise LattqeError("precision half needs a GPU: on a CPU use int8 or float32")
-        if precision == "int8" and self.device.type != "cpu":
-            raise LattqeError(f"precision int8 is for CPUs, not {self.device.type}: use half or float32")
+        check_precision(precision, self.device)
         self.precision = precision
         self.dtype = torch.float16 if precision == "half" else torch.float32
         self.config = network.config
         self.network = network.to(self.device).eval()
         self.head = self.network.head  # in float32 always: the cosines are where digits are lost
-        if precision == "half":
+        if precision == "half" and not self.config.relational:
             self.network = copy.deepcopy(self.network).half()
         dense: Callable[[torch.nn.Linear], Dense] = Int8Linear if precision == "int8" else lambda linear: linear
         self._projected: dict[int, torch.Tensor] = {}
@@ -89,6 +84,7 @@ class FastLAttQE:
         valid: torch.Tensor,
         dba: bool = False,
         shared: Callable[[slice], torch.Tensor] | None = None,
+        k: int | None = None,
     ) -> torch.Tensor:
         """Weights (n, t) float32 of items (n, t, D) with valid (n, t) bool, as `LAttQE.forward` gives them.
 
@@ -96,6 +92,8 @@ class FastLAttQE:
         """
         if items.shape[-1] != self.config.dim:
             raise LattqeError(f"vectors of {items.shape[-1]} columns, but this network was made for {self.config.dim}")
+        if self.config.relational:
+            return self._relational(items, valid, dba, k)
         n, t = items.shape[:2]
         most = max(1, (TOKENS_GPU if self.device.type == "cuda" else TOKENS) // t)
         step = math.ceil(n / math.ceil(n / most)) if n else 1  # batches of equal size, the last not a remnant
@@ -106,6 +104,16 @@ class FastLAttQE:
                 known = None if shared is None else shared(rows).to(self.device, self.dtype)
                 result[rows] = self._batch(items[rows].to(self.dtype), valid[rows], dba, known)
         return result
+
+    def _relational(self, items: torch.Tensor, valid: torch.Tensor, dba: bool, k: int | None) -> torch.Tensor:
+        """The relational network as it is: its products are small beside the similarities, which stay in float32."""
+        step = max(1, (TOKENS_GPU if self.device.type == "cuda" else TOKENS) // items.shape[1])
+        parts = [torch.empty((0, items.shape[1]), device=self.device)]
+        with torch.inference_mode():
+            for rows in range(0, len(items), step):
+                part = slice(rows, rows + step)
+                parts.append(self.network(items[part].float(), valid[part], dba, k).weights)
+        return torch.cat(parts)
 
     def _batch(self, items: torch.Tensor, valid: torch.Tensor, dba: bool, shared: torch.Tensor | None) -> torch.Tensor:
         n, t = items.shape[:2]
@@ -135,7 +143,7 @@ class FastLAttQE:
         there is no such product: these share nothing.
         """
         c = self.config
-        if c.norm != "post" or not c.attention or not c.visual or c.similarity:
+        if c.relational or c.norm != "post" or not c.attention or not c.visual or c.similarity:
             return 0
         return (3 if c.width is None else 4) * c.token_width
 
@@ -158,3 +166,13 @@ class FastLAttQE:
             positions = self.network.tokens.context(weight.new_empty(0, t, self.config.dim))
             self._projected[t] = F.linear(positions, weight)
         return self._projected[t]
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Refuse a precision that is unknown, or that the device computes slowly or not at all."""
+    if precision not in PRECISIONS:
+        raise LattqeError(f"unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}")
+    if precision == "half" and device.type != "cuda":
+        raise LattqeError("precision half needs a GPU: on a CPU use int8 or float32")
+    if precision == "int8" and device.type != "cpu":
+        raise LattqeError(f"precision int8 is for CPUs, not {device.type}: use half or float32")

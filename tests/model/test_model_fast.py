@@ -159,6 +159,21 @@ def test_int8_stays_near_float32_and_rows_stay_independent():
     np.testing.assert_allclose(alone.vectors[0], rounded.vectors[7], atol=1e-6)
 
 
+@pytest.mark.parametrize("config", [SMALL, EXTENDED, PROJECTED], ids=["paper", "extended", "projected"])
+def test_half_stays_near_float32(config, monkeypatch):
+    """What a GPU computes in float16, computed slowly on the CPU."""
+    monkeypatch.setattr("lattqe.model.fast.check_precision", lambda precision, device: None)
+    network = make(config)
+    items, valid = lists(6, 9, 32), random_valid(6, 9)
+    half, full = FastLAttQE(network, "half"), FastLAttQE(network)
+    torch.testing.assert_close(half.weights(items, valid), full.weights(items, valid), atol=2e-2, rtol=0)
+    assert network.stack.encoders[0].qkv.weight.dtype == torch.float32
+    if half.shared_width:
+        rows = half.shared_rows(items.flatten(0, 1)).view(6, 10, -1)
+        shared = half.weights(items, valid, shared=lambda batch: rows[batch])
+        torch.testing.assert_close(shared, full.weights(items, valid), atol=2e-2, rtol=0)
+
+
 def test_refusals():
     with pytest.raises(LattqeError, match="float32, int8, half"):
         FastLAttQE(make(), "float8")
