@@ -5,9 +5,11 @@ from contextlib import suppress
 from typing import Any
 
 from lattqe import __version__
-from lattqe.errors import AlreadyExistsError, LattqeError
+from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.store.manifest import NAME, PLAN, WORK, Manifest, canonical_json, find_manifest, parse_json, plain_json
 from lattqe.store.place import MissingFileError, Place
+
+KEYS = {"kind": str, "fields": dict, "config": dict, "inputs": dict, "part_rows": list | None, "code_version": str}
 
 
 def make_plan(kind: str, fields: Mapping[str, Any], config: Mapping[str, Any] | None,
@@ -21,8 +23,8 @@ def claim(place: Place, plan: dict[str, Any]) -> Manifest | None:
     """Claim the destination, or join those who make the same thing there, or get it where it is finished already."""
     finished = find_manifest(place)
     if finished is not None:
-        _refuse_other(place, {"kind": finished.kind, "fields": finished.fields, "config": finished.config,
-                              "inputs": finished.inputs}, plan, "a finished thing")
+        there = {key: getattr(finished, key) for key in ("kind", "fields", "config", "inputs")}
+        _refuse_other(place, there, {key: plan[key] for key in there}, "a finished thing")
         clean_up(place)
         return finished
     names = place.list()
@@ -32,23 +34,26 @@ def claim(place: Place, plan: dict[str, Any]) -> Manifest | None:
     try:
         place.create(PLAN, canonical_json(plan))
     except AlreadyExistsError:
-        there = read_plan(place)
-        if there is None:  # finished and cleaned up between our two looks
+        standing = read_plan(place)
+        if standing is None:  # finished and cleaned up between our two looks
             return claim(place, plan)
-        _refuse_other(place, there, plan, "an unfinished thing")
+        _refuse_other(place, standing, plan, "an unfinished thing")
     return None
 
 
 def read_plan(place: Place) -> dict[str, Any] | None:
     """The claim on the place, if any."""
     try:
-        return parse_json(place.read(PLAN), f"{place.uri}/{PLAN}")
+        plan = parse_json(place.read(PLAN), f"{place.uri}/{PLAN}")
     except MissingFileError:
         return None
+    if set(plan) != set(KEYS) or not all(isinstance(plan[key], kind) for key, kind in KEYS.items()):
+        raise CorruptDataError(f"{place.uri}/{PLAN} is damaged: delete {place.uri} and start again")
+    return plan
 
 
 def _refuse_other(place: Place, there: dict[str, Any], plan: dict[str, Any], what: str) -> None:
-    found = differences({key: plan.get(key) for key in there}, there)
+    found = differences(plan, there)
     if found:
         raise AlreadyExistsError(
             f"{place.uri} holds {what} that differs: {'; '.join(found[:5])}{'; ...' if len(found) > 5 else ''}: "

@@ -53,7 +53,7 @@ def export_features(features: FeatureSet, to: str, factory: str | None = None) -
 def _split(to: str) -> tuple[Place, str]:
     """The folder and the name of a file's address."""
     folder, slash, name = to.rpartition("/")
-    if not name or (slash and not folder and to != f"/{name}"):
+    if not name or folder.endswith(":/"):  # s3://bucket is no file
         raise LattqeError(f"cannot export to {to!r}: give the name of a file")
     return open_place(folder or ("/" if slash else ".")), name
 

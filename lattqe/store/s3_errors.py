@@ -28,7 +28,7 @@ PAUSE_TOLD = FIRST_PAUSE * 2**4  # a hiccup is nobody's business, a silence of s
 
 
 class TransientError(Exception):
-    """Worth another attempt: throttling, a 5xx, a time-out, a server that is restarting."""
+    """pyarrow could not read what boto3 finds readable a moment later: worth another attempt."""
 
 
 def retry_seconds() -> float:
@@ -69,15 +69,20 @@ def explain(action: str, uri: str, error: Exception) -> str:
     """The reason of an error worth a retry; an error that is final is raised as the user shall see it."""
     if isinstance(error, boto.ClientError):
         return _explain_answer(action, uri, error)
-    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
-        raise LattqeError(f"cannot {action} {uri}: no S3 credentials were found: set AWS_ACCESS_KEY_ID and "
-                          "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE") from error
+    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError | boto.SSOError):
+        raise LattqeError(f"cannot {action} {uri}: no S3 credentials were found, or a login has run out: set "
+                          "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE") from error
+    if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+        raise LattqeError(f"cannot {action} {uri}: the server's certificate is not trusted: set AWS_CA_BUNDLE to the "
+                          "file that holds its authority") from error
     if isinstance(error, boto.ProfileNotFound | boto.ConfigParseError | boto.ParamValidationError
                   | boto.InvalidRegionError | boto.NoRegionError):
         raise LattqeError(f"cannot {action} {uri}: {_one_line(error)}") from error
     if isinstance(error, boto.EndpointConnectionError | boto.ConnectTimeoutError | ConnectionRefusedError):
         return "the S3 server cannot be reached (AWS_ENDPOINT_URL)"
-    if isinstance(error, boto.BotoCoreError | OSError | TransientError):
+    if isinstance(error, TransientError):
+        return "reading was interrupted"
+    if isinstance(error, boto.BotoCoreError | OSError):
         return f"the connection to S3 failed ({type(error).__name__})"
     raise error
 

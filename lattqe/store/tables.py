@@ -105,7 +105,7 @@ def features_table(ids: Sequence[str] | pa.Array, vectors: np.ndarray, labels: n
                    extra: Mapping[str, Any] | None = None) -> pa.Table:
     """A table of ids (n,), vectors (n, D) float16 or float32 as they are, labels (n,), and other columns."""
     extra = dict(extra or {})
-    columns = [_as_column(pa.array(ids, pa.string())), matrix_column(vectors)]
+    columns = [string_column(ids), matrix_column(vectors)]
     if labels is not None:
         columns.append(pa.array(_as_labels(labels)))
     more = {name: _as_column(values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values))
@@ -124,7 +124,7 @@ def neighbors_table(I: np.ndarray, D: np.ndarray) -> pa.Table:  # noqa: E741
 def ranks_table(ids: Sequence[str] | pa.Array, I: np.ndarray, D: np.ndarray) -> pa.Table:  # noqa: E741
     """A table of query ids (n,), ranks I (n, k) and scores D (n, k)."""
     lists = neighbors_table(I, D)
-    return _table([_as_column(pa.array(ids, pa.string())), *lists.columns], ranks_schema(I.shape[1]))
+    return _table([string_column(ids), *lists.columns], ranks_schema(I.shape[1]))
 
 
 def _as_labels(labels: np.ndarray) -> np.ndarray:
@@ -133,6 +133,15 @@ def _as_labels(labels: np.ndarray) -> np.ndarray:
         raise LattqeError(f"labels are whole numbers of 32 bits, not {labels.dtype} "
                           f"(first: {labels.reshape(-1)[:1].tolist()})")
     return labels.reshape(-1).astype(np.int32)
+
+
+def string_column(texts: Sequence[str] | pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Texts as one Arrow column; LattqeError where something is no text."""
+    try:
+        return _as_column(texts.cast(pa.string()) if isinstance(texts, pa.Array | pa.ChunkedArray)
+                          else pa.array(texts, pa.string()))
+    except (pa.ArrowException, UnicodeEncodeError, TypeError) as error:
+        raise LattqeError(f"ids must be texts: {error}") from error
 
 
 def _as_column(values: pa.Array | pa.ChunkedArray) -> pa.Array:

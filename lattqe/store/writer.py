@@ -24,6 +24,7 @@ from lattqe.store.tables import (
     features_schema,
     features_table,
     schema_columns,
+    string_column,
 )
 from lattqe.store.unique import IdRegister
 
@@ -203,10 +204,7 @@ class FeatureWriter:
 
 def _id_column(ids: Sequence[str], first_row: int) -> pa.Array:
     """Ids as an Arrow column: texts, not empty, without line breaks (they are exported as lines)."""
-    try:
-        column = pa.array(ids, pa.string())
-    except (pa.ArrowException, UnicodeEncodeError, TypeError) as error:
-        raise LattqeError(f"ids must be texts (rows {first_row} on): {error}") from error
+    column = string_column(ids)
     bad = pc.or_kleene(pc.equal(pc.binary_length(column), 0), pc.match_substring_regex(column, "[\r\n]"))
     wrong = np.flatnonzero(pc.fill_null(bad, True).to_numpy(zero_copy_only=False))
     if len(wrong):

@@ -22,18 +22,12 @@ def write(uri, x, ids=None, step=None, **options) -> FeatureSet:
     return writer.close()
 
 
-@pytest.fixture(autouse=True)
-def no_sync(monkeypatch):
-    """Nothing here depends on surviving a power cut, and hundreds of small parts would wait for the disk."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-
-
 matrices = hnp.arrays(
     st.sampled_from([np.float16, np.float32, np.float64]), hnp.array_shapes(min_dims=2, max_dims=2, max_side=30),
     elements=st.floats(-1000, 1000, width=16))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), x=matrices, dtype=st.sampled_from(["float16", "float32"]),
        part_bytes=st.integers(1, 4000), step=st.integers(1, 50), size=st.integers(1, 50))
 def test_any_matrix_comes_out(tmp_path_factory, data, x, dtype, part_bytes, step, size):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import lattqe.store.claim
-from lattqe.errors import AlreadyExistsError, LattqeError
+from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.store import (
     FeatureSet,
     NeighborGraph,
@@ -178,6 +178,15 @@ def test_other_code_does_not_continue(tmp_path, monkeypatch):
     monkeypatch.setattr(lattqe.store.claim, "__version__", "9.9.9")
     with pytest.raises(AlreadyExistsError, match="code_version"):
         begin(tmp_path / "graph")
+
+
+@pytest.mark.parametrize("plan", [b"", b"{}", b'{"kind": 5}'])
+def test_damaged_plan(tmp_path, plan):
+    place = begin(tmp_path / "graph").place
+    place.write("_work/plan.json", plan)
+    for action in (begin, Pending.attach):
+        with pytest.raises(CorruptDataError, match=r"_work/plan\.json"):
+            action(place.uri)
 
 
 def test_tables_that_do_not_fit(tmp_path):

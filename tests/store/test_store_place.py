@@ -160,6 +160,15 @@ def test_full_disk_leaves_nothing(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.parametrize(("action", "step"), [("create", "link"), ("write", "replace")])
+def test_a_file_is_synced_before_it_takes_its_name(tmp_path, monkeypatch, synced, action, step):
+    take_name = getattr(os, step)
+    before = []
+    monkeypatch.setattr(os, step, lambda *paths: (before.extend(synced), take_name(*paths)))
+    getattr(LocalPlace(tmp_path), action)("x", b"1")
+    assert (len(before), len(synced)) == (1, 2)  # the file before, its folder after
+
+
 def test_leftovers_of_the_dead_are_swept_those_of_the_living_stay(tmp_path):
     place = LocalPlace(tmp_path)
     dead = subprocess.Popen(["true"])
