@@ -42,6 +42,8 @@ class LAttQEConfig:
 
     # Relations
     relation_bias: bool = False  # attention logits biased by the similarity of the two vectors; not in the paper
+    relational: bool = False  # tokens carry relations, weights are signed and start at a prior: see relational.py
+    background: int = 0  # relational: depth of the list whose mean is taken away, the paper's {d}⁻; 0: none
 
     # The weights
     power_start: float | None = None  # start of a learned power of the cosine, sign kept; None: the cosine itself
@@ -60,6 +62,8 @@ class LAttQEConfig:
             optional = name in ("width", "ffn")
             if not (optional and value is None) and (not isinstance(value, int) or not _is_number(value) or value < 1):
                 raise LattqeError(f"{name} is {value!r}: use a whole number from 1")
+        if not isinstance(self.background, int) or not _is_number(self.background) or self.background < 0:
+            raise LattqeError(f"background is {self.background!r}: use a whole number from 0")
         for name in ("dropout", "content_dropout"):
             value = getattr(self, name)
             if not (_is_number(value) and 0 <= value < 1):
@@ -77,6 +81,10 @@ class LAttQEConfig:
 
     def _check_tokens(self) -> None:
         """Refuse tokens that carry nothing or cannot be told apart."""
+        if self.background and not self.relational:
+            raise LattqeError("a background is for relational tokens: set relational, or background to 0")
+        if self.relational:
+            return
         if not (self.visual or self.positional or self.similarity):
             raise LattqeError("a network without visual, positional and similarity input sees nothing: keep one")
         if not (self.visual or self.similarity) and self.positional_start == "zeros":

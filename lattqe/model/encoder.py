@@ -33,7 +33,7 @@ class Encoder(nn.Module):
             nn.init.zeros_(self.qkv.bias)
             nn.init.zeros_(self.out.bias)
         self.has_attention = config.attention
-        self.relation = nn.Parameter(torch.zeros(config.heads)) if config.relation_bias else None
+        self.relation = nn.Parameter(_relation_start(config)) if config.relation_bias else None
         self.up = nn.Linear(width, config.hidden)
         self.down = nn.Linear(config.hidden, width)
         self.norm_ffn = nn.LayerNorm(width)
@@ -55,7 +55,13 @@ class Encoder(nn.Module):
         mask = valid[:, None, None, :]
         if self.relation is None or relations is None:
             return mask
-        bias = self.relation[:, None, None] * relations[:, None]
+        if relations.dim() == 3:
+            bias = self.relation[:, None, None] * relations[:, None]
+        else:
+            plain, centred = self.relation[:, :, None, None]
+            bias = plain * relations[0][:, None] + centred * relations[1][:, None]
+            # The bias would draw all attention to the item itself, which the residual connection brings anyway.
+            mask = mask & ~torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device)
         return bias.masked_fill(~mask, -torch.inf)
 
     def attend(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -70,6 +76,19 @@ class Encoder(nn.Module):
     def connect(self, x: torch.Tensor) -> torch.Tensor:
         """The two fully connected layers."""
         return self.down(self.dropout(self.activation(self.up(x))))
+
+
+def _relation_start(config: LAttQEConfig) -> torch.Tensor:
+    """Factors of the similarities: (heads,) zeros; relational (2, heads), half of the heads for each kind.
+
+    Similarities differ by tenths within a list: factors of this size let a head see its nearest few.
+    """
+    if not config.relational:
+        return torch.zeros(config.heads)
+    half = config.heads - config.heads // 2
+    factors = torch.zeros(2, config.heads)
+    factors[0, :half], factors[1, half:] = torch.linspace(8, 20, half), torch.linspace(4, 12, config.heads - half)
+    return factors
 
 
 class Stack(nn.Module):

@@ -54,15 +54,18 @@ class Head(nn.Module):
         weights = cosine
         if self.log_power is not None:
             weights = cosine.sign() * cosine.abs().clamp(min=SMALLEST_COSINE) ** self.log_power.exp()
+        return Output(self.finish(weights, valid, dba), self.classify(transformed, cosine), cosine, transformed)
+
+    def finish(self, weights: torch.Tensor, valid: torch.Tensor, dba: bool) -> torch.Tensor:
+        """Weights (n, t) without padding, clamped where that is wanted; `dba`: the tempered softmax of them."""
         if self.clamp:
             weights = weights.clamp(min=0)
         if dba:
-            weights = (weights / self.temperature).masked_fill(~valid, -torch.inf).softmax(dim=1)
-        else:
-            weights = weights.masked_fill(~valid, 0)
-        return Output(weights, self._auxiliary(transformed, cosine), cosine, transformed)
+            return (weights / self.temperature).masked_fill(~valid, -torch.inf).softmax(dim=1)
+        return weights.masked_fill(~valid, 0)
 
-    def _auxiliary(self, transformed: torch.Tensor, cosine: torch.Tensor) -> torch.Tensor | None:
+    def classify(self, transformed: torch.Tensor, cosine: torch.Tensor) -> torch.Tensor | None:
+        """Logits (n, k) of 'this neighbor is relevant', from the tokens or from the cosine."""
         if self.linear is not None:
             return self.linear(transformed[:, 1:])[..., 0]
         if self.scale_bias is not None:

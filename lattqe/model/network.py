@@ -1,16 +1,23 @@
-"""LAttQE: tokens, a stack of self-attention encoders, cosines in the transformed space as weights."""
+"""LAttQE: tokens, a stack of self-attention encoders, weights.
 
+The paper's network has the vectors as tokens and cosines in the transformed space as weights. The relational one
+(`LAttQEConfig.relational`) has relations as tokens and signed weights, from which a background is taken away.
+"""
+
+import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lattqe.errors import LattqeError
 from lattqe.model.config import LAttQEConfig
 from lattqe.model.encoder import Stack
 from lattqe.model.head import Head, Output
-from lattqe.model.tokens import Tokens
+from lattqe.model.relational import RelationalTokens, SignedHead, background_share, relate
+from lattqe.model.tokens import Inputs, Tokens
 
 VERSION = 1  # of what a saved network means; raised when the same tensors would give other weights
 
@@ -21,22 +28,48 @@ class LAttQE(nn.Module):
     def __init__(self, config: LAttQEConfig | None = None) -> None:
         super().__init__()
         self.config = config or LAttQEConfig()
-        self.tokens = Tokens(self.config)
+        if self.config.relational:
+            self.relational = RelationalTokens(self.config)
+        else:
+            self.tokens = Tokens(self.config)
         self.stack = Stack(self.config)
-        self.head = Head(self.config)
+        self.head: Head = SignedHead(self.config) if self.config.relational else Head(self.config)
         self.metrics: dict[str, Any] = {}  # what was measured in training, where this network was loaded from
 
-    def forward(self, items: torch.Tensor, valid: torch.Tensor | None = None, dba: bool = False) -> Output:
+    def depth(self, k: int) -> int:
+        """How many neighbors the network wants to see in order to weigh k of them."""
+        return max(k, self.config.background)
+
+    def forward(
+        self, items: torch.Tensor, valid: torch.Tensor | None = None, dba: bool = False, k: int | None = None
+    ) -> Output:
         """Weights of the items of n lists.
 
-        items (n, 1 + k, D) float32: row 0 the query, then its neighbors by rank; valid (n, 1 + k) bool, False on
-        padding and on dropped neighbors (which keep their rank), True in column 0; dba: the tempered softmax.
+        items (n, t, D) float32: row 0 the query, then its neighbors by rank; valid (n, t) bool, False on padding and on
+        dropped neighbors (which keep their rank), True in column 0; dba: the tempered softmax. k: how many neighbors
+        are weighed one by one where a background lets the list be longer; None: as many as there are ranks for.
         """
         if items.shape[-1] != self.config.dim:
             raise LattqeError(f"vectors of {items.shape[-1]} columns, but this network was made for {self.config.dim}")
         if valid is None:
             valid = items.new_ones(items.shape[:2], dtype=torch.bool)
+        if self.config.relational:
+            return self._relate(items, valid, dba, min(k or self.config.max_k, self.config.max_k, items.shape[1] - 1))
         return self.head(self.stack(self.tokens(items, valid)), valid, dba)
+
+    def _relate(self, items: torch.Tensor, valid: torch.Tensor, dba: bool, k: int) -> Output:
+        """The relational network: k neighbors are weighed, and the mean of the whole list is taken away."""
+        assert isinstance(self.head, SignedHead)
+        share = background_share(valid, self.config.background or k)
+        background = torch.bmm(share[:, None], items)[:, 0]
+        seen, ok = items[:, : 1 + k], valid[:, : 1 + k]
+        relations = relate(seen, ok, background, ranks=self.config.positional)
+        tokens = self.relational(relations, seen, background)
+        x = self.stack(Inputs(tokens, relations.valid, torch.stack([relations.cosines, relations.centred])))
+        found = self.head.signed(x, relations, dba)
+        length = torch.bmm(found.weights[:, None], seen)[:, 0].norm(dim=1, keepdim=True)
+        weights = F.pad(found.weights / length.clamp(min=1e-6), (0, items.shape[1] - 1 - k))
+        return dataclasses.replace(found, weights=weights - self.head.share(x)[:, None] * share)
 
     def save(
         self,

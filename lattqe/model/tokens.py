@@ -13,7 +13,11 @@ POSITION_SCALE = {"zeros": 0.0, "small": 0.02, "normal": 1.0}
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the encoders read: tokens (n, t, W), valid (n, t) bool, relations (n, t, t) cosines or None."""
+    """What the encoders read: tokens (n, t, W), valid (n, t) bool, relations.
+
+    relations: None, or the cosines (n, t, t) of the items' vectors, or these and the cosines after taking the
+    background away, (2, n, t, t).
+    """
 
     tokens: torch.Tensor
     valid: torch.Tensor
