@@ -56,6 +56,23 @@ class Scores:
             "queries_without_positives": int((~self.evaluated).sum()),
         }
 
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, per query, JSON-able; `from_dict` gives back the same numbers to the last digit."""
+        return {
+            "setup": self.setup,
+            "ks": list(self.ks),
+            "ap": self.ap.tolist(),
+            "positives": self.positives.tolist(),
+            "precision": self.precision.tolist(),
+        }
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> "Scores":
+        """The scores that `to_dict` described."""
+        ap, ks = np.array(content["ap"], dtype=np.float64), tuple(content["ks"])
+        precision = np.array(content["precision"], dtype=np.float64).reshape(len(ap), len(ks))
+        return cls(content["setup"], ap, np.array(content["positives"], dtype=np.int64), precision, ks)
+
 
 def evaluate(
     index: CountingIndex,

@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 
 from lattqe.errors import LattqeError
 from lattqe.evaluation.judgements import GroundTruth, Setup
+from lattqe.evaluation.positions import query_blocks
 
 DEFAULT_QUANTILES = (0.1, 0.5, 0.9)
+BUDGET = 1 << 22  # graded rows in memory at once
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,10 @@ def weights_by_rank(
     k = neighbors.shape[1]
     scale = np.abs(weights).max(axis=1, keepdims=True)
     scaled = np.asarray(weights[:, 1 : 1 + k] / np.where(scale > 0, scale, 1), dtype=np.float64)
-    grades = truth.judgements(0, truth.queries).grades_of(neighbors)
+    grades = np.concatenate(
+        [np.empty((0, k), np.int8)]
+        + [truth.judgements(*block).grades_of(neighbors[slice(*block)]) for block in query_blocks(truth.counts, BUDGET)]
+    )
     relevant = np.isin(grades, setup.positive)
     irrelevant = ~relevant & ~np.isin(grades, setup.junk) & (neighbors >= 0)
     return {

@@ -1,5 +1,7 @@
 """The revisited protocol against the published algorithm, and against exact fractions."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from slow_twins import exact_average_precision, published_map, published_setups
 
 from lattqe.errors import LattqeError
-from lattqe.evaluation import REVISITED, GradedTruth, Judgements, average_precision, score_ranking
+from lattqe.evaluation import REVISITED, GradedTruth, Judgements, Scores, average_precision, score_ranking
 from lattqe.evaluation.judgements import EASY, HARD, JUNK, UNGRADED
 
 KS = (1, 5, 10)
@@ -111,6 +113,10 @@ def test_queries_without_positives_are_counted_not_averaged():
     means = {"map": 1.0, "mp@1": 1.0, "mp@5": 1.0, "mp@10": 1.0}
     assert scores["easy"].summary() == {"setup": "easy", **means, "queries": 1, "queries_without_positives": 1}
     assert scores["hard"].summary()["queries"] == 0
+    for setup in scores.values():
+        again = Scores.from_dict(json.loads(json.dumps(setup.to_dict(), allow_nan=False)))
+        assert again.to_dict() == setup.to_dict()
+        assert again.summary() == setup.summary()
     assert scores["hard"].mean_ap == 0.0
     assert np.isfinite(scores["hard"].mean_precision).all()
 
