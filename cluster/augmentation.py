@@ -271,6 +271,15 @@ def run_augmentation(task: Augmentation, workers: int, on_rows: Callable[[int], 
     return AugmentSummary(summary, seconds, peak, expanded)
 
 
+def run_augmentation_here(task: Augmentation) -> None:
+    """Compute and publish all missing parts in this process: for sets too small to be worth starting workers."""
+    items, waiting = items_to_do(Pending.attach(task.to), task.block_rows)
+    if items:
+        worker = AugmentWorker(task)
+        for item in [*items, *((part,) for part, missing in waiting.items() if missing)]:
+            worker.run(item)
+
+
 def worker_resources() -> dict[str, float]:
     """What one worker asks Ray for: a GPU and a core where the cluster has GPUs, else a core."""
     return {"num_cpus": 1, "num_gpus": 1} if gpus_available() else {"num_cpus": 1}

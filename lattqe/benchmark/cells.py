@@ -28,19 +28,22 @@ class Cell:
     dba: Setting | None
     qe: Setting | None
 
-    def key(self, digests: Mapping[str, str]) -> str:
-        """A name for the cell's result: of its settings and of the content of all its inputs, not of their places."""
-        content = {"format": FORMAT, "inputs": dict(digests), "dba": _portable(self.dba, digests),
-                   "qe": _portable(self.qe, digests)}
+    def key(self, digests: Mapping[str, str], models: Mapping[str, str]) -> str:
+        """A name for the cell's result: of its settings and of the content of all its inputs, not of their places.
+
+        digests: of the rows, the queries and the ground truth; models: digest of each model by its address.
+        """
+        content = {"format": FORMAT, "inputs": dict(digests), "dba": _portable(self.dba, models),
+                   "qe": _portable(self.qe, models)}
         return xxhash.xxh3_128_hexdigest(canonical_json(content))
 
 
-def _portable(setting: Setting | None, digests: Mapping[str, str]) -> dict[str, Any] | None:
+def _portable(setting: Setting | None, models: Mapping[str, str]) -> dict[str, Any] | None:
     """A setting with its model named by digest."""
     if setting is None:
         return None
     content = setting.to_dict()
-    return {**content, "model": digests[content["model"]]} if "model" in content else content
+    return {**content, "model": models[content["model"]]} if "model" in content else content
 
 
 @dataclass(frozen=True)

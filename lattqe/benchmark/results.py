@@ -68,7 +68,7 @@ def _best(run: Run, lookup: Lookup, method: Method, kind: str, label: str,
 def columns_of(run: Run) -> list[tuple[Dataset, str | None]]:
     """The columns of Table 3: each tested data set alone and with each set of distractors."""
     return [(dataset, distractors) for dataset in run.datasets_of("test")
-            for distractors in (None, *(each.name for each in run.distractors))]
+            for distractors in (None, *(each.name for each in run.distractors_of(dataset.name)))]
 
 
 def column_name(dataset: Dataset, distractors: str | None) -> str:
@@ -95,6 +95,26 @@ def table3(run: Run, rows: Sequence[Row], lookup: Lookup, key: Callable[[Cell], 
                       "dba": row.dba.to_dict() if row.dba else None, "qe": row.qe.to_dict() if row.qe else None,
                       "map": values, "precision": precision, "mean": mean, "cells": cells})
     return lines
+
+
+def table2(run: Run, lookup: Lookup) -> list[dict[str, Any]]:
+    """What each component is worth: trained variants on the tested sets, without distractors, and no expansion."""
+    variants = [("no expansion", None), *((each.label, each.setting) for each in run.ablations)]
+    lines = []
+    for label, setting in variants if run.ablations else ():
+        values = {dataset.name: {one.setup: 100 * one.mean_ap for one in reported(
+            lookup(Cell(dataset.name, None, None, setting)).scores)} for dataset in run.datasets_of("test")}
+        mean = float(np.mean([value for setups in values.values() for value in setups.values()]))
+        lines.append({"label": label, "map": values, "mean": mean})
+    return lines
+
+
+def cost(run: Run, rows: Sequence[Row], lookup: Lookup) -> list[dict[str, Any]]:
+    """Seconds and peak memory of the driver for each cell of Table 3; of the machine that ran it, not of the method."""
+    return [{"label": row.label, "column": column_name(dataset, distractors), "seconds": measured.seconds,
+             "peak_bytes": measured.peak_bytes}
+            for row in rows for dataset, distractors in columns_of(run)
+            for measured in [lookup(Cell(dataset.name, distractors, row.dba, row.qe))]]
 
 
 def differences(run: Run, rows: Sequence[Row], lookup: Lookup) -> list[dict[str, Any]]:
@@ -176,6 +196,7 @@ def assemble(run: Run, lookup: Lookup, key: Callable[[Cell], str], facts: Mappin
     weights = [{"label": row.label, "method": row.method, **(lookup(Cell(first, None, None, row.qe)).weights or {})}
                for row in rows if row.kind == "qe"]
     return {"format": FORMAT, "title": run.title, "version": __version__, **facts,
-            "table3": table3(run, rows, lookup, key), "differences": differences(run, rows, lookup),
+            "table3": table3(run, rows, lookup, key), "table2": table2(run, lookup),
+            "differences": differences(run, rows, lookup), "cost": cost(run, rows, lookup),
             "figure3": figure3(run, rows, lookup), "figure4": figure4(run, rows, lookup),
             "weights": {"dataset": first, "profiles": weights}, "per_query": per_query(run, rows, lookup)}

@@ -30,10 +30,25 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Distractors:
-    """Rows that are relevant to nobody."""
+    """Rows that are relevant to nobody; `of` names the one data set they are for, None: all of them."""
 
     name: str
     features: str
+    of: str | None = None
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """A trained variant of the network, for Table 2."""
+
+    label: str
+    model: str
+    nqe: int
+
+    @property
+    def setting(self) -> "Setting":
+        """How its queries are expanded."""
+        return Setting("lattqe", self.nqe, (("model", self.model),))
 
 
 @dataclass(frozen=True)
@@ -89,6 +104,7 @@ class Run:
     datasets: tuple[Dataset, ...]
     methods: tuple[Method, ...]
     distractors: tuple[Distractors, ...] = ()
+    ablations: tuple[Ablation, ...] = ()
     nqe_sweep: tuple[int, ...] = NQE_SWEEP
     published: bool = False  # show the paper's numbers beside ours, and check the golden ones
     bootstrap: int = 10_000
@@ -96,6 +112,10 @@ class Run:
     def datasets_of(self, role: str) -> list[Dataset]:
         """The datasets that are tested, or that choose parameters."""
         return [dataset for dataset in self.datasets if dataset.role == role]
+
+    def distractors_of(self, dataset: str) -> list[Distractors]:
+        """The distractors that a data set is also measured with."""
+        return [each for each in self.distractors if each.of in (None, dataset)]
 
 
 def load_run(path: str | Path) -> Run:
@@ -112,11 +132,13 @@ def load_run(path: str | Path) -> Run:
 
 def parse_run(content: Mapping[str, Any], folder: Path, where: str) -> Run:
     """Make a Run of parsed TOML; unknown keys, wrong types and contradictions are refused by name."""
-    _known(content, {"title", "dataset", "distractors", "method", "nqe_sweep", "published", "bootstrap"}, where)
+    _known(content, {"title", "dataset", "distractors", "method", "ablation", "nqe_sweep", "published", "bootstrap"},
+           where)
     datasets = tuple(_dataset(entry, folder, where) for entry in _tables(content, "dataset", where))
     methods = tuple(_method(entry, folder, where) for entry in _tables(content, "method", where))
     distractors = tuple(_distractors(entry, folder, where) for entry in _tables(content, "distractors", where))
-    run = Run(str(content.get("title", "Benchmark")), datasets, methods, distractors,
+    ablations = tuple(_ablation(entry, folder, where) for entry in _tables(content, "ablation", where))
+    run = Run(str(content.get("title", "Benchmark")), datasets, methods, distractors, ablations,
               _numbers(content.get("nqe_sweep", NQE_SWEEP), "nqe_sweep", where),
               bool(content.get("published", False)), int(content.get("bootstrap", 10_000)))
     if not run.datasets_of("test"):
@@ -125,6 +147,9 @@ def parse_run(content: Mapping[str, Any], folder: Path, where: str) -> Run:
         raise LattqeError(f"{where}: no [[method]]: there is nothing to compare")
     if any(method.choose == "validation" for method in methods) and not run.datasets_of("validation"):
         raise LattqeError(f"{where}: a method is chosen on validation, but no [[dataset]] has role 'validation'")
+    for each in distractors:
+        if each.of is not None and each.of not in [dataset.name for dataset in datasets]:
+            raise LattqeError(f"{where}: distractors {each.name!r} are of {each.of!r}, which is no [[dataset]]")
     for kind, names in (("dataset", [each.name for each in datasets]), ("method", [each.label for each in methods])):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -168,8 +193,14 @@ def _dataset(entry: Mapping[str, Any], folder: Path, where: str) -> Dataset:
 
 
 def _distractors(entry: Mapping[str, Any], folder: Path, where: str) -> Distractors:
-    _known(entry, {"name", "features"}, where)
-    return Distractors(_text(entry, "name", where), _address(_text(entry, "features", where), folder))
+    _known(entry, {"name", "features", "of"}, where)
+    return Distractors(_text(entry, "name", where), _address(_text(entry, "features", where), folder), entry.get("of"))
+
+
+def _ablation(entry: Mapping[str, Any], folder: Path, where: str) -> Ablation:
+    _known(entry, {"label", "model", "nqe"}, where)
+    (nqe,) = _numbers(entry.get("nqe", 64), "nqe", where)
+    return Ablation(_text(entry, "label", where), _address(_text(entry, "model", where), folder), nqe)
 
 
 def _method(entry: Mapping[str, Any], folder: Path, where: str) -> Method:

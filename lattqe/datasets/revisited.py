@@ -6,6 +6,7 @@ A file is the published pickle, read without running anything in it, or JSON wit
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -97,7 +98,11 @@ def save_gnd(path: str | Path, revisited: RevisitedSet) -> None:
         for lists, box in zip(revisited.gnd, revisited.boxes)
     ]
     content = {"imlist": list(revisited.imlist), "qimlist": list(revisited.qimlist), "gnd": gnd}
-    Path(path).write_text(json.dumps(content), encoding="utf-8")
+    # Under another name first: a file of this name is always whole.
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(content), encoding="utf-8")
+    draft.replace(path)
 
 
 def from_gnd(content: Any) -> RevisitedSet:

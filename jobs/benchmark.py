@@ -1,0 +1,122 @@
+"""Measure every method on every data set of a run, with tables, figures and a page to look at."""
+
+import json as json_format
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from jobs.console import command, print_json, progress_bar, run, screen, show_table
+from lattqe.errors import LattqeError
+
+if TYPE_CHECKING:
+    from cluster.benchmarking import Bench
+    from lattqe.benchmark.spec import Run
+
+
+def main(
+    spec: Annotated[str, typer.Argument(metavar="RUN.toml", help="What to measure: a TOML file, or a preset: "
+                                                                 "revisited, photos or synthetic.")],
+    to: Annotated[str, typer.Option("--to", help="The run's folder: cells, indexes, results and report.")],
+    data: Annotated[Path | None, typer.Option(help="Where a preset's data lie.")] = None,
+    model: Annotated[str | None, typer.Option(help="The trained model for a preset.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Ray workers. [default: one for each GPU, or CPU]")] = None,
+    address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON on stdout.")] = False,
+) -> None:
+    """Measure every method on every data set of a run; cells that are there already are not measured again.
+
+    Example: lattqe benchmark run.toml --to results
+    """
+    from lattqe.benchmark.presets import PRESETS, preset_run
+
+    from cluster.session import ray_session
+    from lattqe.benchmark.spec import load_run
+
+    if spec in PRESETS:
+        chosen = preset_run(spec, data, to, model)
+    elif data is not None or model is not None:
+        raise LattqeError("--data and --model belong to presets: a TOML file names its data and models itself")
+    else:
+        chosen = load_run(spec)
+    with ray_session(address):
+        results = measure_run(chosen, to, workers)
+    report = publish(results, to)
+    if json:
+        print_json(results)
+    print_results(results)
+    screen.print(f"report: {report}", markup=False, soft_wrap=True)
+
+
+def measure_run(chosen: "Run", to: str, workers: int | None) -> dict[str, Any]:
+    """Fill the missing cells of a run and assemble its results."""
+    from cluster.benchmarking import Bench
+    from lattqe.benchmark.results import assemble
+
+    bench = Bench(chosen, to, workers)
+    show_table("plan", {
+        "data sets": ", ".join(f"{name} ({opened.queries.rows} queries, {opened.database.rows:,} rows)"
+                               for name, opened in bench.inputs.items()),
+        "distractors": ", ".join(f"{dataset}+{name} ({features.rows:,} rows)"
+                                 for (dataset, name), features in bench.distractors.items()) or "none",
+        "methods": ", ".join(method.label for method in chosen.methods)})
+    while cells := bench.cells_to_do():
+        with progress_bar("cells", len(cells)) as bar:
+            bench.fill(cells, lambda cell, bar=bar: bar.advance(1, cell.dataset))  # type: ignore[misc]
+    return assemble(chosen, bench.lookup, bench.key, facts(chosen, bench))
+
+
+def facts(chosen: "Run", bench: "Bench") -> dict[str, Any]:
+    """What the results carry of their inputs: digests, the resolved run, published numbers and warnings."""
+    from lattqe.benchmark.cells import Cell
+    from lattqe.datasets.published import golden_differences, published
+
+    inputs = {name: {"database": opened.database.as_input(), "queries": opened.queries.as_input(),
+                     "truth": opened.truth_digest} for name, opened in bench.inputs.items()}
+    inputs |= {f"{dataset}+{name}": {"distractors": features.as_input()}
+               for (dataset, name), features in bench.distractors.items()}
+    inputs |= {uri: {"model": digest} for uri, digest in bench.models.items()}
+    warnings: list[str] = []
+    golden = published()["golden"]["map"]
+    for dataset in chosen.datasets_of("test") if chosen.published else ():
+        if dataset.name in golden:
+            plain = bench.lookup(Cell(dataset.name, None, None, None)).scores
+            warnings += golden_differences(dataset.name, {one.setup: 100 * one.mean_ap for one in plain})
+    return {"inputs": inputs, "run": json_format.loads(json_format.dumps(asdict(chosen))), "warnings": warnings,
+            "published": published()["table3"] if chosen.published else []}
+
+
+def publish(results: dict[str, Any], to: str) -> str:
+    """Write results.json, results.csv and report.html; the page last, and its address."""
+    from lattqe.report import render_page, to_csv
+    from lattqe.store import open_place
+
+    place = open_place(to)
+    place.write("results.json", json_format.dumps(results, indent=1, sort_keys=True, allow_nan=False).encode())
+    place.write("results.csv", to_csv(results).encode())
+    place.write("report.html", render_page(results).encode())
+    return f"{to.rstrip('/')}/report.html"
+
+
+def print_results(results: dict[str, Any]) -> None:
+    """Show Table 3 on the screen, and what one should be warned of."""
+    from lattqe.report import to_text
+
+    heading, *rows = to_text(results)
+    table = Table(box=None, padding=(0, 1), header_style="bold", title=f"{results['title']}: mAP, * best of its kind",
+                  title_justify="left")
+    for number, name in enumerate(heading):
+        table.add_column(name, justify="left" if number < 3 else "right")
+    for row in rows:
+        table.add_row(*row)
+    screen.print(table)
+    for warning in results["warnings"]:
+        screen.print(f"warning: {warning}", markup=False, soft_wrap=True)
+
+
+app = command(main)
+
+if __name__ == "__main__":
+    run(app)
