@@ -22,9 +22,11 @@ def recompute(index: FeatureSet, count: int, seed: int = 0, cache: str | None = 
     x = recipe.features.gather(rows)
     negatives = None
     if method.negatives:
+        from lattqe.expansion.lowest import lowest_outside
         from lattqe.search import FlatIndex
 
-        negatives = FlatIndex(recipe.features.read()).lowest(x, method.negatives)[1]
+        index_of_all = FlatIndex(recipe.features.read())
+        negatives = lowest_outside(index_of_all, x, I[:, :recipe.k], method.negatives, own=rows)
     expected = expand_rows(method, x, I[:, :recipe.k], D[:, :recipe.k], recipe.features.gather, negatives)
     deviation = np.abs(index.gather(rows).astype(np.float32) - expected).max(axis=1, initial=0.0)
     worst = int(deviation.argmax()) if len(rows) else 0
