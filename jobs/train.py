@@ -104,19 +104,17 @@ def _result(to: str) -> dict[str, Any]:
     from lattqe.store import load_model
 
     metrics = load_model(to)[2]
-    return {"model": to, **{key: metrics[key] for key in
-                            ("chosen", "best", "validation", "temperature", "seconds", "images", "classes",
-                             "classes_of_one_image")}}
+    return {"model": to, **{key: value for key, value in metrics.items() if key != "history"}}
 
 
 def _show_result(result: dict[str, Any]) -> None:
-    chosen, found = result["chosen"], result["validation"]
+    found = result["validation"]
     none = sum(found["none"].values()) / len(found["none"])
-    with_dba = found["dba"][str(chosen["ndba"])][str(chosen["nqe_with_dba"])]
+    with_dba = found["dba"][str(result["ndba"])][str(result["nqe_with_dba"])]
     show_table("model", {
         "validation mAP": f"{none:.2f} without expansion",
-        f"LAttQE, nQE {chosen['nqe']}": f"{found['qe'][str(chosen['nqe'])]['mean']:.2f}",
-        f"LAttDBA + LAttQE, nDBA {chosen['ndba']}, nQE {chosen['nqe_with_dba']}": f"{with_dba:.2f}",
+        f"LAttQE, nQE {result['nqe']}": f"{found['qe'][str(result['nqe'])]['mean']:.2f}",
+        f"LAttDBA + LAttQE, nDBA {result['ndba']}, nQE {result['nqe_with_dba']}": f"{with_dba:.2f}",
         "best update": f"{result['best']['step']:,}",
         "seconds": f"{result['seconds']:.0f}",
         "model": result["model"],

@@ -58,7 +58,11 @@ class LAttQE(nn.Module):
         return self.head(self.stack(self.tokens(items, valid)), valid, dba)
 
     def _relate(self, items: torch.Tensor, valid: torch.Tensor, dba: bool, k: int) -> Output:
-        """The relational network: k neighbors are weighed, and the mean of the whole list is taken away."""
+        """The relational network: k neighbors are weighed, and the mean of the whole list is taken away.
+
+        Not from database rows (dba): most of them are related to no query, and what they have in common with their
+        surroundings is where they belong.
+        """
         assert isinstance(self.head, SignedHead)
         share = background_share(valid, self.config.background or k)
         background = torch.bmm(share[:, None], items)[:, 0]
@@ -67,6 +71,8 @@ class LAttQE(nn.Module):
         tokens = self.relational(relations, seen, background)
         x = self.stack(Inputs(tokens, relations.valid, torch.stack([relations.cosines, relations.centred])))
         found = self.head.signed(x, relations, dba)
+        if dba:
+            return dataclasses.replace(found, weights=F.pad(found.weights, (0, items.shape[1] - 1 - k)))
         length = torch.bmm(found.weights[:, None], seen)[:, 0].norm(dim=1, keepdim=True)
         weights = F.pad(found.weights / length.clamp(min=1e-6), (0, items.shape[1] - 1 - k))
         return dataclasses.replace(found, weights=weights - self.head.share(x)[:, None] * share)

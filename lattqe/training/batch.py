@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,7 +14,9 @@ class Batch:
     items (b, 1 + k, D) float32: the query, then its neighbors by rank; valid (b, 1 + k) bool: not dropped, not padding;
     relevant (b, k) bool: the neighbor is of the query's class; positives (b, p, D): images of the query's class;
     candidates (m, D): the pool or world the query searches; same (b, m) bool: of the query's class;
-    usable (b, m) bool: False for the query itself; queries: size of the global batch, what losses are divided by.
+    usable (b, m) bool: False for the query itself; queries: size of the global batch, what losses are divided by;
+    k: how many of the neighbors are weighed one by one (a background may make the list longer);
+    positive_rows (b, p): where the positives stand among the candidates, if they do.
     """
 
     items: torch.Tensor
@@ -25,13 +27,16 @@ class Batch:
     same: torch.Tensor
     usable: torch.Tensor
     queries: int
+    k: int
+    positive_rows: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The same on a device."""
         if device.type == "cpu":
             return self
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True)
-                 for f in dataclasses.fields(self) if f.name != "queries"}
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return dataclasses.replace(self, **moved)
 
 

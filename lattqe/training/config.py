@@ -13,6 +13,8 @@ CHOICES = {
     "sampler": ("tuples", "worlds"),
     "schedule": ("exponential", "cosine"),
     "optimizer": ("adam", "adamw"),
+    "k_draw": ("uniform", "log"),
+    "temperature_on": ("queries", "worlds"),
 }
 WEIGHTS = ("contrastive", "pull", "listwise", "smooth_ap", "auxiliary")
 
@@ -31,6 +33,7 @@ class TrainingConfig:
     sampler: str = "tuples"  # the paper's; "worlds": each batch meets a random part of the classes and images
     k_min: int = 32  # the paper's range of neighbors, drawn anew for each batch
     k_max: int = 64
+    k_draw: str = "uniform"  # "log": small numbers as often as large ones
     drop_max: float = 0.6  # a query's neighbors are dropped with a probability from U(0, this); the paper's
     positives: int = 1  # drawn for each query; the losses that look at more use them all
     pool: int = 20_000  # tuples: rows that negatives come from, the paper's
@@ -57,13 +60,17 @@ class TrainingConfig:
     decay: float = 0.99
     epoch_steps: int = 2_000  # an epoch lasts as long as a pool
     warmup: int = 0  # updates over which the rate rises from zero
+    relation_rate: float = 1.0  # times the learning rate, for the factors of similarities in the attention
     weight_decay: float = 1e-6
     clip: float = 0.0  # largest norm of the gradient; 0: as it is
     ema: float = 0.0  # what is validated and kept is a running average of the weights with this decay; 0: off
 
     # The second stage: the temperature of the softmax for database rows, all else frozen
+    temperature_on: str = "queries"  # as in the first stage; "worlds": on whole worlds that are augmented, as in use
     temperature_steps: int = 2_000
     temperature_rate: float = 1e-2
+    temperature_k: int = 48  # worlds: neighbors of each row, the paper's nDBA
+    temperature_rows: int = 1_500  # worlds: rows at most, all of which are expanded in each update
 
     # Validation
     validate_every: int = 2_000
@@ -88,19 +95,22 @@ class TrainingConfig:
                               "set network.max_k")
         if not any(getattr(self, name) for name in WEIGHTS[:-1]):
             raise LattqeError(f"no ranking loss: give one of {', '.join(WEIGHTS[:-1])} a weight")
+        if self.temperature_on == "worlds" and self.sampler != "worlds":
+            raise LattqeError("temperature_on worlds needs sampler worlds: set both")
         if self.auxiliary and self.network.auxiliary == "none":
             raise LattqeError("the auxiliary loss has a weight but the network no classifier: set auxiliary=0")
 
     def _check_numbers(self) -> None:
         """Refuse numbers outside their range, by name."""
         for name in ("batch", "slots", "k_min", "positives", "pool", "pool_steps", "world_rows", "negatives",
-                     "epoch_steps", "validate_every", "checkpoint_every"):
+                     "epoch_steps", "validate_every", "checkpoint_every", "temperature_k", "temperature_rows"):
             if getattr(self, name) < 1:
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a whole number from 1")
         for name in ("seed", "steps", "warmup", "temperature_steps", "clip", "weight_decay", "margin", *WEIGHTS):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a number from 0")
-        for name in ("learning_rate", "temperature_rate", "decay", "listwise_temperature", "smooth_ap_temperature"):
+        for name in ("learning_rate", "relation_rate", "temperature_rate", "decay", "listwise_temperature",
+                     "smooth_ap_temperature"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a number above 0")
         for name in ("drop_max", "ema"):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lattqe.store import open_place
 from lattqe.training import data, validation
 from lattqe.training.batch import Sampler
 from lattqe.training.checkpoint import Checkpoints, State
+from lattqe.training.config import TrainingConfig
 from lattqe.training.curves import learning_curve, tensorboard_events
 from lattqe.training.data import TrainingData
 from lattqe.training.plan import Plan
@@ -45,11 +46,9 @@ def new_network(plan: Plan) -> LAttQE:
         return LAttQE(plan.config.network)
 
 
-def make_sampler(training: TrainingData, plan: Plan) -> Sampler:
+def make_sampler(training: TrainingData, config: TrainingConfig) -> Sampler:
     """The sampler that the configuration names."""
-    if plan.config.sampler == "worlds":
-        return WorldSampler(training, plan.config)
-    return TupleSampler(training, plan.config)
+    return WorldSampler(training, config) if config.sampler == "worlds" else TupleSampler(training, config)
 
 
 class Training:
@@ -61,7 +60,7 @@ class Training:
         self.checkpoints = Checkpoints(self.place)
         self.state = self.checkpoints.load()
         self.training = data.load(plan.features, plan.graphs, plan.graph_k, self.config.shared_labels, plan.cache)
-        self.sampler = make_sampler(self.training, plan)
+        self.sampler = make_sampler(self.training, self.config)
         self.sets = [validation.load_set(*pair, cache=plan.cache) for pair in plan.validation]
         self.total = self.config.steps + self.config.temperature_steps
         self.started = time.monotonic() - self.state.seconds
@@ -73,6 +72,8 @@ class Training:
             self._run_stage(Stage(network, self.config, self.team), self.config.steps, "temperature")
         network.load_state_dict(self.checkpoints.tensors(self.state, "best"))
         stage = Stage(network, self.config, self.team, dba=True)
+        if self.config.temperature_on == "worlds":  # smaller ones: all of their rows are expanded in each update
+            self.sampler = make_sampler(self.training, replace(self.config, world_rows=self.config.temperature_rows))
         if self.state.stage == "temperature":
             self._run_stage(stage, self.total, "choice")
         else:
@@ -147,7 +148,7 @@ class Training:
         n_qe = max(alone, key=lambda k: alone[k]["mean"])
         _, n_dba, n_qe_dba = max((value, m, k) for m, found in with_dba.items() for k, value in found.items())
         return {
-            "chosen": {"nqe": int(n_qe), "ndba": int(n_dba), "nqe_with_dba": int(n_qe_dba)},
+            "nqe": int(n_qe), "ndba": int(n_dba), "nqe_with_dba": int(n_qe_dba),
             "validation": {"none": {one.name: one.mean_ap(one.xq, one.xb) for one in self.sets},
                            "qe": alone, "dba": with_dba},
         }

@@ -31,7 +31,7 @@ class Plan:
     @property
     def graph_k(self) -> int | None:
         """Neighbors of each training row that the sampler needs beforehand."""
-        return self.config.k_max if self.config.sampler == "tuples" else None
+        return max(self.config.k_max, self.config.network.background) if self.config.sampler == "tuples" else None
 
     @property
     def training(self) -> dict[str, Any]:

@@ -9,6 +9,36 @@ from lattqe.training.config import TrainingConfig, changed
 PRESETS: dict[str, dict[str, Any]] = {
     # Sections 3.3 and 4.1 of the paper: the defaults.
     "paper": {},
+    # What wins on photographs of many kinds, and travels: docs/training.md has what each choice is worth.
+    "photos": {
+        "network": {
+            "relational": True, "relation_bias": True, "background": 256, "visual": False, "width": 64, "heads": 4,
+            "ffn": 128, "layers": 3, "max_k": 128, "activation": "gelu", "dropout": 0.1, "auxiliary": "none",
+            "temperature_start": 0.4,
+        },
+        "steps": 3_000, "batch": 32, "sampler": "worlds", "k_min": 8, "k_max": 128, "k_draw": "log", "drop_max": 0.0,
+        "positives": 16, "contrastive": 0.0, "smooth_ap": 1.0, "auxiliary": 0.0,
+        "optimizer": "adamw", "learning_rate": 1e-3, "relation_rate": 20.0, "schedule": "cosine", "warmup": 50,
+        "weight_decay": 1e-2, "clip": 1.0, "ema": 0.995,
+        "temperature_on": "worlds", "temperature_steps": 32, "temperature_rate": 0.1,
+        "validate_every": 500, "checkpoint_every": 100, "validate_k": (16, 64, 128),
+        "choose_qe": (8, 16, 32, 48, 64, 96, 128), "choose_dba": (8, 16, 32, 48),
+    },
+    # A relational network small enough for a demonstration: a minute on two cores.
+    "demo": {
+        "network": {
+            "relational": True, "relation_bias": True, "background": 128, "visual": False, "width": 32, "heads": 4,
+            "ffn": 64, "layers": 2, "max_k": 64, "activation": "gelu", "dropout": 0.1, "auxiliary": "none",
+            "temperature_start": 0.4,
+        },
+        "steps": 300, "batch": 32, "sampler": "worlds", "k_min": 8, "k_max": 64, "k_draw": "log", "drop_max": 0.0,
+        "positives": 16, "contrastive": 0.0, "smooth_ap": 1.0, "auxiliary": 0.0, "world_rows": 1_500,
+        "optimizer": "adamw", "learning_rate": 2e-3, "relation_rate": 20.0, "schedule": "cosine", "warmup": 30,
+        "weight_decay": 1e-2, "clip": 1.0, "ema": 0.98,
+        "temperature_on": "worlds", "temperature_steps": 16, "temperature_rate": 0.1, "temperature_rows": 500,
+        "validate_every": 100, "checkpoint_every": 50, "validate_k": (32,),
+        "choose_qe": (8, 16, 32, 64), "choose_dba": (8, 16, 32),
+    },
 }
 
 

@@ -2,7 +2,8 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +16,9 @@ from lattqe.training.checkpoint import Tensors, optimizer_tensors, restore_optim
 from lattqe.training.config import TrainingConfig
 from lattqe.training.losses import total_loss
 from lattqe.training.randomness import SlotMasks, use_slot_dropout
-from lattqe.training.schedule import learning_rate
+from lattqe.training.schedule import learning_rate, temperature_rate
 from lattqe.training.team import Team
+from lattqe.training.temperature import in_augmented_world
 
 
 class NotFiniteError(LattqeError):
@@ -41,9 +43,8 @@ class Stage:
         self.names: dict[torch.Tensor, str] = {
             parameter: name for name, parameter in network.named_parameters() if parameter.requires_grad}
         self.optimizer = _optimizer(self.names, self.config)
-        self.rate: Callable[[int], float] = (
-            (lambda step: config.temperature_rate) if dba else (lambda step: learning_rate(config, step)))
-        self.wrapped = team.wrap(network)
+        self.rate = partial(temperature_rate if dba else learning_rate, config)
+        self.wrapped = network if dba else team.wrap(network)
 
     @property
     def kept(self) -> LAttQE:
@@ -54,20 +55,30 @@ class Stage:
         """One update; returns the loss and its parts over the global batch, (1 + parts,)."""
         self.network.train(not self.dba)
         self.masks.begin(step)
-        output = self.wrapped(batch.items, batch.valid, dba=self.dba)
-        expanded = aggregate(output.weights, batch.items)
-        loss, parts = total_loss(expanded, output.auxiliary, batch, self.config)
+        loss, parts = self._loss(batch)
         (loss * self.team.size).backward()  # gradients are averaged over the workers; the loss is a share of a sum
+        if self.dba:  # one number: not worth a wrapper
+            for parameter in self.names:
+                if parameter.grad is not None:
+                    parameter.grad = self.team.total(parameter.grad) / self.team.size
         values = self.team.total(torch.stack([loss.detach(), *parts.values()]))
         norm = nn.utils.clip_grad_norm_(list(self.names), self.config.clip or float("inf"))
         if not torch.isfinite(norm + values.sum()):
             raise NotFiniteError(f"at step {step} the loss became {values[0].item():g}, its gradient {norm.item():g}")
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(step)
+            group["lr"] = self.rate(step) * group.get("times", 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._follow(step)
         return values
+
+    def _loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return this worker's share of the loss, and of its parts."""
+        if self.dba and self.config.temperature_on == "worlds":
+            expanded, augmented = in_augmented_world(self.network, batch, self.config.temperature_k)
+            return total_loss(expanded, None, augmented, self.config)
+        output = self.wrapped(batch.items, batch.valid, dba=self.dba, k=batch.k)
+        return total_loss(aggregate(output.weights, batch.items), output.auxiliary, batch, self.config)
 
     def loss_names(self) -> list[str]:
         """What `update` returns, by name."""
@@ -115,6 +126,10 @@ def _optimizer(names: dict[torch.Tensor, str], config: TrainingConfig) -> torch.
     """Adam with decay on everything as in the paper, or AdamW with decay on matrices only."""
     if config.optimizer == "adam":
         return torch.optim.Adam(list(names), lr=config.learning_rate, weight_decay=config.weight_decay)
-    groups = [{"params": [p for p in names if p.ndim > 1], "weight_decay": config.weight_decay},
-              {"params": [p for p in names if p.ndim <= 1], "weight_decay": 0.0}]
+    factors = [parameter for parameter, name in names.items() if name.endswith(".relation")]
+    others = [parameter for parameter, name in names.items() if not name.endswith(".relation")]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for parameter in others if parameter.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in others if parameter.ndim <= 1], "weight_decay": 0.0},
+        {"params": factors, "weight_decay": 0.0, "times": config.relation_rate}]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate)

@@ -1,5 +1,6 @@
 """The paper's sampling: queries, positives and a pool of negatives from the whole training set."""
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -31,6 +32,13 @@ class Members:
         return self.order[self.first[label] + pick]
 
 
+def draw_k(config: TrainingConfig, rng: np.random.Generator) -> int:
+    """How many neighbors the lists of a batch have."""
+    if config.k_draw == "log":
+        return round(math.exp(rng.uniform(math.log(config.k_min), math.log(config.k_max))))
+    return int(rng.integers(config.k_min, config.k_max + 1))
+
+
 def dropped(shape: tuple[int, int], drop_max: float, rng: np.random.Generator) -> NDArray[np.bool_]:
     """Which neighbors (b, k) are dropped: Bernoulli with a probability for each query from U(0, drop_max)."""
     return rng.random(shape) < drop_max * rng.random((shape[0], 1))
@@ -59,8 +67,8 @@ class TupleSampler:
         """The queries `part` of this step; all draws are made for the global batch, vectors read for the part."""
         config, rng = self.config, generator(self.config.seed, Stream.SAMPLING, step)
         queries = rng.choice(self.eligible, config.batch, replace=len(self.eligible) < config.batch)
-        k = int(rng.integers(config.k_min, config.k_max + 1))
-        near = self.neighbors[queries, : min(k, self.neighbors.shape[1])]
+        k = min(draw_k(config, rng), self.neighbors.shape[1])
+        near = self.neighbors[queries, : max(k, config.network.background)]
         drop = dropped(near.shape, config.drop_max, rng)
         positive = self.members.others(queries, rng.random((config.batch, config.positives)))
         queries, near, drop, positive = queries[part], near[part], drop[part], positive[part]
@@ -78,4 +86,5 @@ class TupleSampler:
             same=torch.from_numpy(pool_labels == labels[queries, None]),
             usable=torch.from_numpy(pool_rows != queries[:, None]),
             queries=config.batch,
+            k=k,
         )

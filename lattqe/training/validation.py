@@ -83,11 +83,12 @@ def _unit(vectors: NDArray[np.floating]) -> NDArray[np.float32]:
 
 @torch.no_grad()
 def expand(
-    network: LAttQE, x: NDArray[np.float32], xb: NDArray[np.float32], near: NDArray[np.integer], team: Team,
+    network: LAttQE, x: NDArray[np.float32], xb: NDArray[np.float32], near: NDArray[np.integer], k: int, team: Team,
     dba: bool = False,
 ) -> NDArray[np.float32]:
-    """Expand x (n, D) from rows near (n, k) of xb (nb, D); the workers share the rows and all get (n, D)."""
+    """Expand x (n, D) from rows near (n, k or more) of xb (nb, D); the workers share the rows and all get (n, D)."""
     network.eval()
+    near = near[:, : network.depth(k)]
     mine = team.share(len(x), BLOCK)
     result = torch.zeros(x.shape)
     for start in range(mine.start, mine.stop, BLOCK):
@@ -95,7 +96,7 @@ def expand(
         found = near[rows]
         items = torch.from_numpy(np.concatenate((x[rows, None], xb[found]), axis=1)).to(team.device)
         valid = torch.from_numpy(np.pad(found >= 0, ((0, 0), (1, 0)), constant_values=True)).to(team.device)
-        result[rows] = aggregate(network(items, valid, dba=dba).weights, items).cpu()
+        result[rows] = aggregate(network(items, valid, dba=dba, k=k).weights, items).cpu()
     return team.total(result).numpy()
 
 
@@ -105,9 +106,9 @@ def validate(
     """LAttQE's mAP in percent for each number of neighbors and set, and the mean: {"64": {"mean": …, name: …}}."""
     result: dict[str, dict[str, float]] = {str(k): {} for k in ks}
     for one in sets:
-        near = one.neighbors(one.xq, one.xb, max(ks))
+        near = one.neighbors(one.xq, one.xb, network.depth(max(ks)))
         for k in ks:
-            result[str(k)][one.name] = one.mean_ap(expand(network, one.xq, one.xb, near[:, :k], team), one.xb)
+            result[str(k)][one.name] = one.mean_ap(expand(network, one.xq, one.xb, near, k, team), one.xb)
     return {k: {"mean": float(np.mean(list(found.values()))), **found} for k, found in result.items()}
 
 
@@ -120,11 +121,11 @@ def validate_dba(
     """
     total = {str(m): dict.fromkeys(map(str, (0, *n_qe)), 0.0) for m in n_dba}
     for one in sets:
-        graph = knn_graph(one.xb, min(max(n_dba), len(one.xb) - 1))[0]
+        graph = knn_graph(one.xb, min(network.depth(max(n_dba)), len(one.xb) - 1))[0]
         for m in n_dba:
-            xb = expand(network, one.xb, one.xb, graph[:, :m], team, dba=True)
-            near = one.neighbors(one.xq, xb, max(n_qe))
+            xb = expand(network, one.xb, one.xb, graph, m, team, dba=True)
+            near = one.neighbors(one.xq, xb, network.depth(max(n_qe)))
             for k in (0, *n_qe):
-                xq = expand(network, one.xq, xb, near[:, :k], team) if k else one.xq
+                xq = expand(network, one.xq, xb, near, k, team) if k else one.xq
                 total[str(m)][str(k)] += one.mean_ap(xq, xb) / len(sets)
     return total

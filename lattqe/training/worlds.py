@@ -14,7 +14,7 @@ from lattqe.training.batch import Batch
 from lattqe.training.config import TrainingConfig
 from lattqe.training.data import TrainingData
 from lattqe.training.randomness import Stream, generator
-from lattqe.training.tuples import Members, dropped
+from lattqe.training.tuples import Members, draw_k, dropped
 
 FEWEST_CLASSES = 4  # a world of fewer has hardly a wrong neighbor to tell from a right one
 FEWEST_IMAGES = 3  # of a query's class in its world: itself, one to find near and one to find far
@@ -63,15 +63,16 @@ class WorldSampler:
         world = self.world(step, rng)
         few = np.count_nonzero(world.chance) < config.batch
         queries = rng.choice(len(world.rows), config.batch, replace=bool(few), p=world.chance)
-        k = min(int(rng.integers(config.k_min, config.k_max + 1)), len(world.rows) - 1)
+        k, depth = (min(wanted, len(world.rows) - 1) for wanted in (draw_k(config, rng), config.network.background))
+        depth = max(k, depth)
         draws = rng.random((config.batch, config.positives))
         positive = Members(np.unique(world.labels, return_inverse=True)[1]).others(queries, draws)
-        drop = dropped((config.batch, k), config.drop_max, rng)
+        drop = dropped((config.batch, depth), config.drop_max, rng)
 
         vectors = torch.from_numpy(self.data.gather(world.rows))
         scores = vectors[queries] @ vectors.T
         scores[torch.arange(config.batch), queries] = -2  # below every cosine
-        near = scores.topk(k).indices.numpy()[part]
+        near = scores.topk(depth).indices.numpy()[part]
         queries, positive, drop = queries[part], positive[part], drop[part]
         own = world.labels[queries, None]
         return Batch(
@@ -83,4 +84,6 @@ class WorldSampler:
             same=torch.from_numpy(world.labels == own),
             usable=torch.from_numpy(np.arange(len(world.rows)) != queries[:, None]),
             queries=config.batch,
+            k=k,
+            positive_rows=torch.from_numpy(positive),
         )
