@@ -27,7 +27,8 @@ def recompute(index: FeatureSet, count: int, seed: int = 0, cache: str | None = 
 
         index_of_all = FlatIndex(recipe.features.read())
         negatives = lowest_outside(index_of_all, x, I[:, :recipe.k], method.negatives, own=rows)
-    expected = expand_rows(method, x, I[:, :recipe.k], D[:, :recipe.k], recipe.features.gather, negatives)
+    depth = method.depth(recipe.k)
+    expected = expand_rows(method, x, I[:, :depth], D[:, :depth], recipe.features.gather, negatives, k=recipe.k)
     deviation = np.abs(index.gather(rows).astype(np.float32) - expected).max(axis=1, initial=0.0)
     worst = int(deviation.argmax()) if len(rows) else 0
     if len(rows) and deviation[worst] > TOLERANCE + ROUNDING[index.dtype]:

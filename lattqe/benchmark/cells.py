@@ -12,6 +12,8 @@ import xxhash
 from lattqe.benchmark.spec import Setting
 from lattqe.evaluation import GroundTruth, Scores, evaluate, weights_by_rank
 from lattqe.expansion import Method, create
+from lattqe.expansion.attention import AttentionExpansion
+from lattqe.expansion.base import blocks
 from lattqe.expansion.lowest import lowest_outside
 from lattqe.search import Index
 from lattqe.store.manifest import canonical_json
@@ -57,22 +59,20 @@ class Measured:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able; floats come back to the last bit."""
-        return {"scores": [{"setup": one.setup, "ap": one.ap.tolist(), "positives": one.positives.tolist(),
-                            "precision": one.precision.tolist(), "ks": list(one.ks)} for one in self.scores],
-                "weights": self.weights, "seconds": self.seconds, "peak_bytes": self.peak_bytes}
+        return {"scores": [one.to_dict() for one in self.scores], "weights": self.weights, "seconds": self.seconds,
+                "peak_bytes": self.peak_bytes}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Measured":
         """What `to_json` wrote."""
-        scores = tuple(Scores(one["setup"], np.array(one["ap"]), np.array(one["positives"], dtype=np.int64),
-                              np.array(one["precision"]), tuple(one["ks"])) for one in content["scores"])
-        return cls(scores, content["weights"], content["seconds"], content["peak_bytes"])
+        return cls(tuple(Scores.from_dict(one) for one in content["scores"]), content["weights"], content["seconds"],
+                   content["peak_bytes"])
 
 
 def measure(index: Index, xq: np.ndarray, truth: GroundTruth, settings: Sequence[Setting | None],
             on_done: Callable[[Setting | None, Measured], None]) -> None:
     """Measure several ways of expanding the same queries xq (nq, D) over one index; one search serves them all."""
-    depth = max((_method(setting).depth(setting.k) for setting in settings if setting is not None), default=0)
+    depth = max((method_of(setting).depth(setting.k) for setting in settings if setting is not None), default=0)
     started = time.perf_counter()
     D, I = index.search(xq, min(depth, index.rows)) if depth else (None, None)  # noqa: E741
     searching = time.perf_counter() - started
@@ -90,22 +90,36 @@ def measure(index: Index, xq: np.ndarray, truth: GroundTruth, settings: Sequence
         on_done(setting, Measured(scores, weights, seconds, peak))
 
 
-def _method(setting: Setting) -> Method:
-    return create(setting.method, **dict(setting.params))
+def method_of(setting: Setting, dba: bool = False) -> Method:
+    """The method of a setting, for queries or for database rows."""
+    return create(setting.method, **dict(setting.params), **({"dba": True} if dba and setting.method == "lattqe" else {}))
+
+
+def largest_k(setting: Setting) -> int | None:
+    """The most neighbors that the setting's method can weigh; None: any number."""
+    method = method_of(setting)
+    return method.fast.config.max_k if isinstance(method, AttentionExpansion) else None
 
 
 def _expand(index: Index, xq: np.ndarray, I: np.ndarray, D: np.ndarray, setting: Setting,  # noqa: E741
             truth: GroundTruth) -> tuple[np.ndarray, dict[str, Any]]:
     """Expanded queries (nq, D), and how the weights lie by rank and relevance."""
-    method = _method(setting)
+    method = method_of(setting)
     depth = min(method.depth(setting.k), I.shape[1])
     I, D = I[:, :depth], D[:, :depth]  # noqa: E741
-    negatives = lowest_outside(index, xq, I, method.negatives) if method.negatives else None
-    vectors = index.gather(np.maximum(I, 0).ravel()).reshape(*I.shape, -1)
-    more: dict[str, np.ndarray] = {}
-    if negatives is not None:
-        low = index.gather(np.maximum(negatives, 0).ravel()).reshape(*negatives.shape, -1)
-        more = {"negatives": low, "negatives_valid": negatives >= 0}
-    result = method.expand(xq, vectors, D, valid=I >= 0, **more)
-    profiles = weights_by_rank(result.weights, I, truth)
-    return result.vectors, {name: profile.to_dict() for name, profile in profiles.items()}
+    vectors, weights = np.empty(xq.shape, dtype=np.float32), []
+    for part in blocks(len(xq), 4 * (1 + depth + method.negatives) * xq.shape[1]):
+        more: dict[str, np.ndarray] = {}
+        if method.negatives:
+            rows = lowest_outside(index, xq[part], I[part], method.negatives)
+            more = {"negatives": _gather(index, rows), "negatives_valid": rows >= 0}
+        result = method.expand(xq[part], _gather(index, I[part]), D[part], valid=I[part] >= 0, k=setting.k, **more)
+        vectors[part] = result.vectors
+        weights.append(result.weights)
+    profiles = weights_by_rank(np.concatenate(weights), I[:, :setting.k], truth)
+    return vectors, {name: profile.to_dict() for name, profile in profiles.items()}
+
+
+def _gather(index: Index, rows: np.ndarray) -> np.ndarray:
+    """Vectors (n, k, D) of row numbers (n, k); anything at -1."""
+    return index.gather(np.maximum(rows, 0).ravel()).reshape(*rows.shape, -1)

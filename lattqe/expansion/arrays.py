@@ -36,9 +36,9 @@ def expand(
     out = np.empty(xq.shape, dtype=np.float32)
     for start in range(0, len(xq), QUERY_BLOCK):
         x = xq[start : start + QUERY_BLOCK]
-        D, I = index.search(x, k)  # noqa: E741
+        D, I = index.search(x, min(theta.depth(k), len(xb)))  # noqa: E741
         negatives = lowest_outside(index, x, I, theta.negatives) if theta.negatives else None
-        out[start : start + QUERY_BLOCK] = expand_rows(theta, x, I, D, xb.__getitem__, negatives)
+        out[start : start + QUERY_BLOCK] = expand_rows(theta, x, I, D, xb.__getitem__, negatives, k=k)
     return out
 
 
@@ -54,14 +54,14 @@ def augment(xb: np.ndarray, method: str | Method = "lattqe", k: int | None = Non
     if not len(xb):
         return xb.astype(np.float32)
     device = _search_device(theta)
-    I, D = knn_graph(xb, k, device=device)  # noqa: E741
+    I, D = knn_graph(xb, theta.depth(k), device=device)  # noqa: E741
     if shares(theta, len(xb)):
         table = shared_table(theta, [xb])
         return expand_rows(theta, xb, I, D, xb.__getitem__, shared=(table, np.arange(len(xb))))
     negatives = None
     if theta.negatives:
         negatives = lowest_outside(FlatIndex(xb, device), xb, I, theta.negatives, own=np.arange(len(xb)))
-    return expand_rows(theta, xb, I, D, xb.__getitem__, negatives)
+    return expand_rows(theta, xb, I, D, xb.__getitem__, negatives, k=k)
 
 
 def _method(method: str | Method, params: dict[str, Any]) -> Method:

@@ -46,10 +46,14 @@ class AttentionExpansion(Method):
         k = chosen if isinstance(chosen, int) and chosen > 0 else super().suggested_k(dba)
         return min(k, self.fast.config.max_k)
 
+    def depth(self, k: int) -> int:
+        """A background needs a longer list than the k neighbors that are weighed."""
+        return self.fast.network.depth(k)
+
     def weights(self, lists: Lists) -> torch.Tensor:
-        """(n, 1 + k), from -1 to 1; with dba positive and adding up to 1."""
+        """(n, 1 + k), from -1 to 1 but for relational networks; with dba positive and adding up to 1."""
         t = 1 + lists.k
-        return self.fast.weights(lists.items[:, :t], lists.valid[:, :t], self.dba)
+        return self.fast.weights(lists.items[:, :t], lists.valid[:, :t], self.dba, k=lists.weighed)
 
     @property
     def shared_width(self) -> int:

@@ -40,11 +40,13 @@ class Lists:
     items (n, 1 + k + m, D) float32: the item, its k neighbors, its m negatives; padding is zeros.
     valid (n, 1 + k + m) bool: False on padding; the item itself is always valid.
     scores (n, k) float32: similarity of each neighbor to the item; 0 on padding.
+    weighed: how many of the neighbors are weighed one by one, where the method asked for more (`Method.depth`).
     """
 
     items: torch.Tensor
     valid: torch.Tensor
     scores: torch.Tensor
+    weighed: int | None = None
 
     @property
     def k(self) -> int:
@@ -98,24 +100,27 @@ class Method(ABC):
         valid: np.ndarray | None = None,
         negatives: np.ndarray | None = None,
         negatives_valid: np.ndarray | None = None,
+        k: int | None = None,
     ) -> Expanded:
         """Expand n items from their neighbor lists.
 
         x (n, D), neighbors (n, k, D) by descending score, scores (n, k), valid (n, k) bool (default: all),
         negatives (n, m, D), negatives_valid (n, m) bool; float16 or float32, never changed, read block by block:
         beyond its output this holds about `BLOCK_BYTES` (plus what the method's weights need).
+        k: how many neighbors to weigh, where the lists are longer because `depth(k)` asked for it.
         A row without neighbors, or whose weighted sum cancels, stays what it was. Deterministic.
         """
         _check_shapes(x, neighbors, scores, valid, negatives, negatives_valid)
-        (n, k, dim) = neighbors.shape
+        (n, depth, dim) = neighbors.shape
         if valid is None:
-            valid = np.ones((n, k), dtype=bool)
+            valid = np.ones((n, depth), dtype=bool)
         if negatives is None:
             negatives = np.zeros((n, 0, dim), dtype=np.float32)
         if negatives_valid is None:
             negatives_valid = np.ones(negatives.shape[:2], dtype=bool)
         parts, masks = [x[:, None], neighbors, negatives], [np.ones((n, 1), dtype=bool), valid, negatives_valid]
-        return self._expand(parts, masks, scores, lambda rows, lists: self.weights(lists))
+        return self._expand(
+            parts, masks, scores, lambda rows, lists: self.weights(dataclasses.replace(lists, weighed=k)))
 
     def _expand(
         self,
@@ -168,7 +173,8 @@ def pack(parts: list[np.ndarray], masks: list[np.ndarray], scores: np.ndarray, d
     np.concatenate(parts, axis=1, out=items, casting="same_kind")
     items[~valid] = 0  # padding may hold anything, NaN included
     scores = np.where(valid[:, 1 : 1 + scores.shape[1]], scores, 0).astype(np.float32)
-    return Lists(*(torch.from_numpy(array).to(device) for array in (items, valid, scores)))
+    there = [torch.from_numpy(array).to(device) for array in (items, valid, scores)]
+    return Lists(there[0], there[1], there[2])
 
 
 def _check_shapes(

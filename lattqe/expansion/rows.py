@@ -16,12 +16,14 @@ Gather = Callable[[np.ndarray], np.ndarray]
 
 
 def expand_rows(method: Method, x: np.ndarray, I: np.ndarray, D: np.ndarray, gather: Gather,  # noqa: E741
-                negatives: np.ndarray | None = None, shared: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
+                negatives: np.ndarray | None = None, shared: tuple[np.ndarray, np.ndarray] | None = None,
+                k: int | None = None) -> np.ndarray:
     """Expand x (n, D) from the lists I, D (n, k) of row numbers (-1: none) and scores; returns (n, D) float32.
 
     `gather(rows (m,)) -> (m, D)` reads original vectors; `negatives` (n, m) are row numbers too. `shared` is what
     `shared_table` gave for all rows, and the row numbers (n,) of x itself. One batch of vectors is in the method
-    while the next is being gathered, so two batches of `BLOCK_BYTES` are held.
+    while the next is being gathered, so two batches of `BLOCK_BYTES` are held. `k`: neighbors to weigh, where the lists
+    are as long as `method.depth(k)`.
     """
     out = np.empty(x.shape, dtype=np.float32)
     width = 1 + I.shape[1] + (0 if negatives is None else negatives.shape[1])
@@ -33,7 +35,7 @@ def expand_rows(method: Method, x: np.ndarray, I: np.ndarray, D: np.ndarray, gat
             out[batch] = method.expand_shared(x[batch], vectors[0], D[batch], shared[0], rows).vectors
             continue
         more = {} if negatives is None else {"negatives": vectors[1], "negatives_valid": negatives[batch] >= 0}
-        out[batch] = method.expand(x[batch], vectors[0], D[batch], valid=I[batch] >= 0, **more).vectors
+        out[batch] = method.expand(x[batch], vectors[0], D[batch], valid=I[batch] >= 0, k=k, **more).vectors
     return out
 
 
