@@ -16,7 +16,7 @@ FloatArray = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class LandmarkConfig:
-    """The constants of the world. They were set once so that search without expansion is as good as in the paper."""
+    """The constants of the world. docs/synthetic.md says how they were chosen, and by looking at what."""
 
     parts: tuple[int, int] = (3, 7)  # shortest and longest row of parts; far ends of 3 still overlap, of 7 do not
     identity: float = 0.1  # share of a landmark's look that is the same from everywhere: stone, colour
