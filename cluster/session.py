@@ -46,7 +46,9 @@ def _runtime_env() -> dict[str, Any]:
 def _connect(address: str | None, cpus: int | None) -> None:
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is None:
-        ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=LOCAL_OBJECT_STORE_BYTES, **quiet)
+        # "local": a cluster somebody started on this machine is joined only when asked for.
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False,
+                 object_store_memory=LOCAL_OBJECT_STORE_BYTES, **quiet)
         return
     try:
         ray.init(address=address, runtime_env=_runtime_env(), **quiet)
