@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-SCORING_CHUNK = 131_072  # float64 elements of one temporary: it should stay in the second-level cache
+SCORING_CHUNK = 262_144  # float64 elements of one temporary: it should stay in the cache
 DOT_LENGTH = 8192  # OpenBLAS splits longer dot products among threads, and then the sum depends on their number
 
 

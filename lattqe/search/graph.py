@@ -98,11 +98,18 @@ def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Pr
 
 
 def compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: Lists, first_row: int,
-                    first_visitor: int, lanes: Sequence[Products], clock: Clock) -> tuple[Lists, Lists]:
-    """Compare two different blocks, which start at the given row numbers; return both sides' lists."""
+                    first_visitor: int, lanes: Sequence[Products], clock: Clock,
+                    visitor_floor: np.ndarray | None = None) -> tuple[Lists, Lists]:
+    """Compare two different blocks, which start at the given row numbers; return both sides' lists.
+
+    `visitor_floor` (n,) float64: scores below which visitors take nobody, whatever their lists say.
+    """
     k = lists.ids.shape[1]
+    floor = _known(visitor_lists)
+    if visitor_floor is not None:
+        floor = visitor_floor if floor is None else np.maximum(floor, visitor_floor)
     running = RunningTopK(rows, visitors, k, _known(lists))
-    returning = RunningTopK(visitors, rows, k, _known(visitor_lists))
+    returning = RunningTopK(visitors, rows, k, floor)
     cuts = list(tiles(len(rows), tile_rows(len(rows), lanes)))
     visiting = list(tiles(len(visitors), tile_rows(len(visitors), lanes)))
 

@@ -15,29 +15,30 @@ Pair = tuple[int, int]
 
 
 class Pairing:
-    """The pairs still to be compared; (a, a) compares a block with itself and goes first."""
+    """The pairs (a, b), a <= b, still to be compared; (a, a) compares a block with itself. Some go `first`."""
 
-    def __init__(self, pairs: Iterable[Pair]) -> None:
+    def __init__(self, pairs: Iterable[Pair], first: Iterable[Pair] = ()) -> None:
+        self._first = set(first)
         self._partners: dict[int, set[int]] = {}
         for a, b in pairs:
             self._partners.setdefault(a, set()).add(b)
             self._partners.setdefault(b, set()).add(a)
         self._busy: set[int] = set()
-        self._running = 0
 
-    def take(self, near: Iterable[int] = ()) -> Pair | None:
-        """Take a pair of free blocks, or None; `near` are blocks that the taker has at hand and would like to keep."""
+    def take(self) -> Pair | None:
+        """Take a pair of free blocks, or None where there is none now."""
         free = [block for block, partners in self._partners.items() if partners and block not in self._busy]
-        at_hand = set(near)
-        free.sort(key=lambda block: (block not in at_hand, -len(self._partners[block]), block))
+        free.sort(key=lambda block: (-len(self._partners[block]), block))
         for a in free:
-            partners = [b for b in self._partners[a] if b not in self._busy]
-            if partners:
-                b = min(partners, key=lambda b: (b != a, b not in at_hand, -len(self._partners[b]), b))
-                self._busy |= {a, b}
-                self._running += 1
-                return min(a, b), max(a, b)
+            pairs = [(min(a, b), max(a, b)) for b in self._partners[a] if b not in self._busy]
+            if pairs:
+                pair = min(pairs, key=lambda pair: (pair not in self._first, -self._left_of(pair), pair))
+                self._busy |= set(pair)
+                return pair
         return None
+
+    def _left_of(self, pair: Pair) -> int:
+        return len(self._partners[pair[0]]) + len(self._partners[pair[1]])
 
     def finish(self, pair: Pair) -> None:
         """The pair is compared, and both blocks' lists are up to date."""
@@ -49,7 +50,6 @@ class Pairing:
     def release(self, pair: Pair) -> None:
         """Give the pair back undone."""
         self._busy -= set(pair)
-        self._running -= 1
 
     @property
     def left(self) -> int:
@@ -62,9 +62,12 @@ def all_pairs(blocks: int) -> list[Pair]:
     return [(a, b) for a in range(blocks) for b in range(a, blocks)]
 
 
-def run_pairs(pairs: Iterable[Pair], compare: Callable[[Lane, Pair], None], lanes: Sequence[Lane]) -> None:
-    """Call compare(lane, pair) for every pair, one thread for each lane, no two at once on one block."""
-    pairing, changed = Pairing(pairs), threading.Condition()
+def run_pairs(pairs: Sequence[Pair], compare: Callable[[Lane, Pair], None], lanes: Sequence[Lane]) -> None:
+    """Call compare(lane, pair) for every pair, one thread for each lane, no two at once on one block.
+
+    Blocks meet themselves first.
+    """
+    pairing, changed = Pairing(pairs, first=[(a, b) for a, b in pairs if a == b]), threading.Condition()
 
     def work(lane: Lane) -> None:
         while True:

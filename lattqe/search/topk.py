@@ -103,15 +103,26 @@ def count_above(xq: np.ndarray, xb: np.ndarray, scores: np.ndarray, rows: np.nda
     """
     xb, xq = check_vectors(xb), check_queries(xq, xb.shape[1])
     scores, rows = np.asarray(scores, dtype=np.float64), np.asarray(rows)
-    counts = np.zeros(rows.shape, dtype=np.int64)
     error = 2.0**-52 * xb.shape[1] * norms(xq) * norms(xb).max(initial=0.0) + 1e-300
+    with lanes_on() as lanes:
+        ranges = list(tiles(len(xb), -(-len(xb) // len(lanes)) or 1))
+
+        def count(_: Products, task: tuple[int, int]) -> np.ndarray:
+            return _count_in(xq, xb[slice(*task)], scores, rows, error, first_row + task[0])
+
+        return sum(in_lanes(count, ranges, lanes), np.zeros(rows.shape, dtype=np.int64))
+
+
+def _count_in(xq: np.ndarray, xb: np.ndarray, scores: np.ndarray, rows: np.ndarray, error: np.ndarray,
+              first_row: int) -> np.ndarray:
+    """Count in one range of the database, tile by tile."""
+    counts = np.zeros(rows.shape, dtype=np.int64)
     for first, last in tiles(len(xq), COUNT_QUERIES):
-        xq64 = xq[first:last].astype(np.float64)
+        part = slice(first, last)
+        xq64 = xq[part].astype(np.float64)
         for lo, hi in tiles(len(xb), max(COUNT_ENTRIES // max(xb.shape[1], 1), 1)):
             products = xq64 @ xb[lo:hi].astype(np.float64).T
-            part = slice(first, last)
-            close = _count_clear(products, scores[part], rows[part], error[part], counts[part])
-            q, m, near = close
+            q, m, near = _count_clear(products, scores[part], rows[part], error[part], counts[part])
             exact = exact_scores(xq[part], xb[lo:hi], q, near)
             wanted, row = scores[part][q, m], rows[part][q, m]
             before = (exact > wanted) | ((exact == wanted) & (near + lo + first_row < row))

@@ -1,0 +1,178 @@
+"""The kNN graph of a large set on Ray: pairs of row blocks, each multiplied once, feeding the lists of both.
+
+The rows are cut into blocks, and every pair of blocks is one piece of work. A worker loads both, continues their lists
+and writes them back, so it holds two blocks and their running top-k and nothing else; and no two workers have the same
+block at once (`lattqe.search.pairing`). All progress is in storage, in files that depend on nothing but which blocks
+were compared (`cluster.lists`): any process may die at any time, and the same command goes on where it stopped.
+
+With a second set whose own graph is known, rows of that set are not compared with each other again: they only meet the
+rows of the first set, and what they find is merged into their known lists at the end.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+
+from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
+from cluster.graph_cut import Cut
+from cluster.graph_worker import GraphTask, GraphWorker, Item, open_sets
+from cluster.lists import find_lists
+from lattqe.errors import LattqeError
+from lattqe.search.pairing import Pairing
+from lattqe.store import NeighborGraph, Pending, find_manifest, part_row_counts, row_bytes
+
+MAX_STALE = 100
+
+
+def begin_graph(task: GraphTask) -> Pending:
+    """Claim the destination of a graph, or join an earlier run of the same job."""
+    sets = open_sets(task)
+    rows = sum(each.rows for each in sets)
+    fields = {"k": task.k}
+    inputs = {"features": sets[0].as_input()}
+    if task.against is not None and task.known is not None:
+        inputs |= {"against": sets[1].as_input(), "known": NeighborGraph.open(task.known).as_input()}
+    return Pending.begin(task.to, "neighbors", fields, part_row_counts(rows, row_bytes("neighbors", fields)),
+                         config={"job": "neighbors", "k": task.k}, inputs=inputs)
+
+
+@dataclass
+class GraphSummary:
+    """What it took, over all workers."""
+
+    blocks: BlockSummary
+    seconds: dict[str, float]  # of threads: loading, products, selection, scoring, merging, writing; waiting for work
+    busy: list[float]  # seconds that each worker was at work
+    working: float  # seconds from when the workers were up until the last was done
+    peak_bytes: int
+
+    @property
+    def balance(self) -> float:
+        """The least busy worker's time over the busiest one's; 1 is perfect."""
+        return min(self.busy) / max(max(self.busy), 1e-9) if self.busy else 1.0
+
+
+class _Finished(Exception):
+    """Another driver has published the graph meanwhile."""
+
+
+@dataclass
+class Progress:
+    """The driver's view: what each block has seen, which pairs are left, which parts can be assembled."""
+
+    task: GraphTask
+    cut: Cut
+    pending: Pending
+    workers: int
+    on_products: Callable[[int], None]
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    alive: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    peak_bytes: int = 0
+    stale: int = 0
+
+    def __post_init__(self) -> None:
+        self.parts = set(self.pending.missing())
+        self.look()
+
+    def look(self) -> None:
+        """Read from storage what is done."""
+        self.seen = find_lists(self.pending.place, self.cut.blocks)
+        left = [pair for pair in self.cut.pairs() if not self.compared(*pair)] if self.parts else []
+        self.pairing = Pairing(left, first=[pair for pair in left if self.cut.siblings(*pair)])
+        self.in_flight: set[Item] = set()
+        self.waiting = {part: self.blocks_of(part) for part in self.parts}
+
+    def compared(self, a: int, b: int) -> bool:
+        """Whether both sides have it."""
+        gain_a, gain_b = self.cut.gain(a, b)
+        return self.seen[a] & gain_a == gain_a and self.seen[b] & gain_b == gain_b
+
+    def blocks_of(self, part: int) -> set[int]:
+        """The unfinished blocks that a part overlaps."""
+        high = int(np.cumsum(self.pending.part_rows)[part])
+        low = high - self.pending.part_rows[part]
+        return {block for block in range(self.cut.blocks)
+                if self.cut.rows(block)[0] < high and low < self.cut.rows(block)[1]
+                and self.seen[block] != self.cut.complete(block)}
+
+    def products_left(self) -> int:
+        """Products still to compute."""
+        return sum(self.cut.cost(*pair) for pair in self.cut.pairs() if not self.compared(*pair)) if self.parts else 0
+
+    def possible(self) -> list[Item]:
+        """Pieces of work that can start now: pairs of free blocks, parts whose blocks are all done."""
+        items: list[Item] = [(part,) for part, blocks in self.waiting.items() if not blocks]
+        for (part,) in items:
+            del self.waiting[part]
+        while len(self.in_flight) < self.workers and (pair := self.pairing.take()) is not None:
+            item = (*pair, *(self.seen[block] for block in pair))
+            items.append(item)
+            self.in_flight.add(item)
+        return items
+
+    def done(self, item: Item, result: dict[str, Any]) -> list[Item]:
+        """Take note of a finished piece of work; return what has become possible."""
+        self.peak_bytes = max(self.peak_bytes, result["peak_bytes"])
+        self.busy[result["worker"]] += result["busy"]
+        self.alive[result["worker"]] += result["busy"] + result["seconds"]["waiting"]
+        for name, spent in result["seconds"].items():
+            self.seconds[name] += spent
+        if result["stale"]:
+            self.start_over()
+        elif len(item) == 1:
+            self.parts.discard(item[0])
+        else:
+            self.note_pair(item)
+        return self.possible()
+
+    def note_pair(self, item: Item) -> None:
+        """Two blocks were compared."""
+        if item not in self.in_flight:  # from before we looked again: storage has told us already
+            return
+        self.in_flight.discard(item)
+        a, b = item[:2]
+        self.pairing.finish((a, b))
+        for block, gain in zip((a, b), self.cut.gain(a, b)):
+            self.seen[block] |= gain
+            if self.seen[block] == self.cut.complete(block):
+                for blocks in self.waiting.values():
+                    blocks.discard(block)
+        self.on_products(self.cut.cost(a, b))
+
+    def start_over(self) -> None:
+        """Lists were gone or damaged: another driver is at work, or has finished, or a file was lost."""
+        self.stale += 1
+        if find_manifest(self.pending.place) is not None:
+            raise _Finished
+        if self.stale > MAX_STALE:
+            raise LattqeError(f"unfinished lists in {self.task.to} keep vanishing: is another job, or a clean-up, at "
+                              "work there? Wait for it, then run the same command again")
+        self.look()
+
+
+def run_graph(task: GraphTask, cut: Cut, workers: int, on_products: Callable[[int], None], *,
+              resources: dict[str, float] | None = None, policy: BlockPolicy | None = None) -> GraphSummary:
+    """Compute and publish all missing parts of `task.to` with `workers` actors; the manifest is the caller's.
+
+    `on_products(n)` is called after each n products (of two vectors); `resources` is what one actor asks Ray for.
+    """
+    pending = Pending.attach(task.to)
+    progress = Progress(task, cut, pending, workers, on_products)
+    actor_class = ray.remote(**(resources or {"num_cpus": 1}))(GraphWorker)
+    started = time.monotonic()
+    # One piece of work at a time for each worker: a second one in its queue would lock two blocks for nothing.
+    policy = policy or BlockPolicy(window=1, straggler_seconds=120.0)
+    summary = BlockSummary()
+    try:
+        summary = run_blocks(lambda _: actor_class.options(scheduling_strategy="SPREAD").remote(task, cut), workers,
+                             progress.possible(), on_done=progress.done, policy=policy)
+    except _Finished:
+        summary.seconds = time.monotonic() - started
+    return GraphSummary(summary, dict(progress.seconds), list(progress.busy.values()),
+                        max(progress.alive.values(), default=0.0), progress.peak_bytes)

@@ -1,0 +1,201 @@
+"""What a graph will cost before anything is allocated: workers, blocks, memory, products and time; or why it cannot."""
+
+import math
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from cluster.graph_cut import Cut
+from cluster.graph_worker import GraphTask, open_sets
+from cluster.lists import MAX_BLOCKS
+from cluster.session import gpus_available, require_resources
+from lattqe.errors import LattqeError
+from lattqe.store import NeighborGraph, open_place
+
+PAIR_SECONDS = 120.0  # the longest piece of work, and so the most that a death can cost
+SMALL_BLOCK = 20_000  # rows; with smaller blocks than this, fewer of them: candidates are scored once for each
+LEAST_BLOCK = 512  # rows; smaller ones would only move data about
+BASE_BYTES = 512 << 20  # of a worker process with torch, and its tiles
+OVERHEAD = 1.25  # selection, scoring, loading and writing beside the bare products
+ROWS_PER_WORKER = 12_288  # for a further worker to be worth starting
+MAX_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """The plan, in numbers; `cut` may be replaced by that of an earlier run."""
+
+    rows: int
+    dim: int
+    dtype: str
+    cut: Cut
+    workers: int
+    resources: dict[str, float]
+    threads: int
+    row_bytes: int  # of one row in a worker's memory
+    list_bytes: int  # of one row's unfinished list
+    products_per_second: float  # of one worker
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest block."""
+        return max(stop - start for start, stop in map(self.cut.rows, range(self.cut.blocks)))
+
+    @property
+    def worker_bytes(self) -> int:
+        """Memory of one worker: two blocks and what belongs to them."""
+        return BASE_BYTES + 2 * self.largest * self.row_bytes
+
+    @property
+    def work_bytes(self) -> int:
+        """Unfinished lists in storage at the most: one for each row, and those that are being replaced."""
+        return self.list_bytes * (self.rows + 2 * self.workers * self.largest)
+
+    @property
+    def products(self) -> int:
+        """Products of two vectors, all pairs together."""
+        return sum(self.cut.cost(*pair) for pair in self.cut.pairs())
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the products."""
+        return 2.0 * self.products * self.dim
+
+    @property
+    def seconds(self) -> float:
+        """Expected time."""
+        return OVERHEAD * self.products / (self.products_per_second * self.workers)
+
+
+def plan_graph(task: GraphTask, workers: int | None = None, block_rows: int | None = None) -> GraphPlan:
+    """Plan a graph for the connected cluster; LattqeError with advice where it cannot fit."""
+    sets = open_sets(task)
+    check_sets(task)
+    rows = sum(each.rows for each in sets)
+    own = sets[0].rows
+    cpus = int(ray.cluster_resources().get("CPU", 0))
+    workers = workers or gpus_available() or max(min(cpus, own // ROWS_PER_WORKER), 1)
+    threads = 1 if gpus_available() else max(cpus // workers, 1)
+    resources: dict[str, float] = {"num_cpus": threads}
+    if gpus_available():
+        resources["num_gpus"] = 1
+    require_resources({"CPU": threads} | ({"GPU": 1} if gpus_available() else {}), workers)
+    speed = ray.get(ray.remote(**resources)(probe).remote(sets[0].dim, threads))
+    row_bytes = bytes_per_row(sets[0].dim, task.k, np.dtype(sets[0].dtype).itemsize)
+    budget = worker_budget(workers, speed["device_bytes"])
+    if budget - BASE_BYTES < 2 * LEAST_BLOCK * row_bytes:
+        raise LattqeError(f"{workers} workers have {budget >> 20} MiB each, but two blocks of {LEAST_BLOCK} rows with "
+                          f"k = {task.k} need {(BASE_BYTES + 2 * LEAST_BLOCK * row_bytes) >> 20} MiB: use fewer "
+                          "workers, a smaller k, or nodes with more memory")
+    fit = min((budget - BASE_BYTES) // (2 * row_bytes), int(math.sqrt(PAIR_SECONDS * speed["products_per_second"])))
+    cut = cut_rows(own, rows - own, workers, block_rows or fit, exact=block_rows is not None)
+    if cut.blocks > MAX_BLOCKS:
+        raise LattqeError(f"{rows} rows would be cut into {cut.blocks} blocks, more than {MAX_BLOCKS}: use more memory "
+                          f"for each worker (now {budget >> 20} MiB), or fewer workers")
+    plan = GraphPlan(rows, sets[0].dim, sets[0].dtype, cut, workers, resources, threads, row_bytes, 12 * task.k,
+                     speed["products_per_second"])
+    check_disk(task.to, plan.work_bytes + 8 * task.k * rows)
+    return plan
+
+
+def check_sets(task: GraphTask) -> None:
+    """Refuse sets and graphs that do not belong together."""
+    sets = open_sets(task)
+    rows = sum(each.rows for each in sets)
+    if rows > MAX_ROWS:
+        raise LattqeError(f"{rows} rows are more than a graph can number ({MAX_ROWS})")
+    if (task.against is None) != (task.known is None):
+        raise LattqeError("--against and --into belong together: --into is the graph of the other set (make it once "
+                          "with `lattqe neighbors OTHER`); only to find rows of OTHER: `lattqe search OTHER FEATURES`")
+    if task.known is None:
+        return
+    if sets[1].dim != sets[0].dim:
+        raise LattqeError(f"{sets[1].uri} has {sets[1].dim} dimensions and {sets[0].uri} {sets[0].dim}: use features "
+                          "of one extractor")
+    known = NeighborGraph.open(task.known)
+    made_of = known.manifest.inputs.get("features", {}).get("digest", "nothing known")
+    if made_of != sets[1].digest:
+        raise LattqeError(f"{task.known} is not the graph of {task.against} (it was made of {made_of[:12]}, these have "
+                          f"{sets[1].digest[:12]}): compute theirs with `lattqe neighbors {task.against}`")
+    if known.k < task.k:
+        raise LattqeError(f"{task.known} has {known.k} neighbors for each row, {task.k} are asked for: use "
+                          f"-k {known.k}")
+
+
+def cut_rows(own: int, others: int, workers: int, fit: int, exact: bool = False) -> Cut:
+    """Cut `own` rows, and `others` of a set whose graph is known, into blocks of at most `fit` rows.
+
+    Enough blocks that every worker finds a free pair: four for each, three where blocks are small; `exact` takes
+    `fit` as it is.
+    """
+    def count(rows: int, wanted: int) -> int:
+        least = -(-rows // max(fit, 1))
+        return least if exact else max(least, min(wanted, max(rows // LEAST_BLOCK, 1)))
+
+    plenty = 4 if own >= 4 * workers * SMALL_BLOCK else 3
+    blocks = count(own, plenty * workers if workers > 1 else 1)
+    if blocks > 1 and not exact:
+        blocks += blocks % 2  # siblings are compared as one
+    more = count(others, 2 * workers) if others else 0
+    bounds = [own * block // blocks for block in range(blocks)]
+    bounds += [own + others * block // more for block in range(more)] if more else []
+    return Cut((*bounds, own + others), blocks)
+
+
+def bytes_per_row(dim: int, k: int, itemsize: int) -> int:
+    """Memory of one row in a worker: as stored, widened to float32, its candidates, its lists while they are merged."""
+    return dim * (itemsize + 4) + 8 * max(4 * k, 64) + 3 * 12 * k
+
+
+def worker_budget(workers: int, device_bytes: int | None) -> int:
+    """Memory that one worker may use: its share of the nodes' memory, and its GPU's."""
+    memory = [node["Resources"].get("memory", 0) for node in ray.nodes() if node["Alive"]]
+    share = int(min(0.8 * sum(memory) / workers, 0.8 * max(memory, default=0)))
+    return share if device_bytes is None else min(share, int(0.8 * device_bytes))
+
+
+def probe(dim: int, threads: int) -> dict[str, Any]:
+    """Measure one worker, where it will run: products per second with their selection, and its GPU's free bytes."""
+    import torch
+
+    from lattqe.device import pick_device
+    from lattqe.search.lanes import in_lanes, lanes_on
+
+    torch.set_num_threads(threads)
+    device = pick_device()
+    side = 1024 if device.type == "cpu" else 8192
+    x = np.random.default_rng(0).standard_normal((side, dim), dtype=np.float32)
+    above = np.full(side, np.inf, dtype=np.float32)
+    with lanes_on(device) as lanes:
+        rows = lanes[0].hold(x)
+
+        def multiply(products: Any, _: int) -> None:
+            products.passing(products.multiply(rows, rows[::-1] if device.type == "cpu" else rows), above, above)
+
+        in_lanes(multiply, range(len(lanes)), lanes)
+        started, rounds = time.perf_counter(), 0
+        while time.perf_counter() - started < 0.5:
+            in_lanes(multiply, range(len(lanes)), lanes)
+            rounds += 1
+    rate = rounds * len(lanes) * side * side / (time.perf_counter() - started)
+    free = None if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
+    return {"products_per_second": rate, "device_bytes": free}
+
+
+def check_disk(uri: str, needed: int) -> None:
+    """Refuse a local destination whose disk cannot hold the graph and its unfinished lists."""
+    place = open_place(uri)
+    if not place.is_local:
+        return
+    folder = Path(place.uri.removeprefix("file://")).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise LattqeError(f"the graph and its unfinished lists need {needed >> 20} MiB in {uri}, its disk has "
+                          f"{free >> 20} MiB free: choose another destination or a smaller k")

@@ -1,0 +1,180 @@
+"""One worker of the kNN graph: it compares pairs of blocks and assembles parts, from storage to storage."""
+
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from cluster.graph_cut import Cut
+from cluster.lists import StaleListsError, delete_lists, file_name, read_lists, write_lists
+from lattqe.search.clock import Clock
+from lattqe.search.exact import exact_scores, published
+from lattqe.search.graph import Lists, compare_between, compare_within
+from lattqe.search.joining import join_lists
+from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table
+
+Item = tuple[int, ...]  # (a, b, seen by a, seen by b): compare two blocks; (part,): assemble one part
+
+
+@dataclass(frozen=True)
+class GraphTask:
+    """What to compute: all that decides the result, and how a worker goes about it."""
+
+    features: str
+    to: str  # where a Pending has been begun
+    k: int
+    against: str | None = None  # a second set, its rows numbered after those of `features`
+    known: str | None = None  # the second set's own graph
+    cache: str | None = None  # node-local folder that keeps remote rows
+    threads: int = 1
+
+
+def open_sets(task: GraphTask) -> list[FeatureSet]:
+    """The feature sets whose rows count through."""
+    return [FeatureSet.open(uri, task.cache) for uri in (task.features, task.against) if uri is not None]
+
+
+class GraphWorker:
+    """Compares pairs of blocks and assembles parts; built from URIs and numbers only."""
+
+    def __init__(self, task: GraphTask, cut: Cut) -> None:
+        import torch
+
+        from lattqe.device import pick_device
+
+        torch.set_num_threads(task.threads)
+        self.task, self.cut, self.device = task, cut, pick_device()
+        self.sets = open_sets(task)
+        self.known = None if task.known is None else NeighborGraph.open(task.known, task.cache)
+        self.pending = Pending.attach(task.to)
+        self.place = self.pending.place
+        self.loaded: dict[tuple[int, int], Any] = {}
+        self.idle_since = time.perf_counter()
+
+    def run(self, item: Item) -> dict[str, Any]:
+        """Do one piece of work; tell what it took, and whether its lists were gone (`stale`)."""
+        started, self.clock, stale = time.perf_counter(), Clock(), False
+        waited = started - self.idle_since
+        try:
+            if len(item) == 1:
+                self.assemble(item[0])
+            else:
+                self.compare(*item)
+        except StaleListsError:
+            stale = True
+        self.idle_since = time.perf_counter()
+        return {"worker": ray.get_runtime_context().get_actor_id(), "stale": stale,
+                "seconds": dict(self.clock.seconds) | {"waiting": waited}, "busy": self.idle_since - started,
+                "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+    def compare(self, a: int, b: int, seen_a: int, seen_b: int) -> None:
+        """Continue the lists of two blocks by comparing them, unless that is in storage already."""
+        gain_a, gain_b = self.cut.gain(a, b)
+        names = {file_name(a, seen_a | gain_a), file_name(b, seen_b | gain_b)}
+        if all(self.place.exists(name) for name in names):
+            return
+        with self.clock("loading"):
+            lists_a, lists_b = self.read(a, seen_a), self.read(b, seen_b)
+        if self.cut.siblings(a, b):
+            new_a, new_b = self.compare_siblings(a, b, lists_a, lists_b)
+        else:
+            new_a, new_b = self.compare_pair(a, b, lists_a, lists_b)
+        # A crash may have come between the two writes: a side that has this comparison already stays as it is.
+        fresh = {block: (seen, seen | gain, lists) for block, seen, gain, lists
+                 in ((a, seen_a, gain_a, new_a), (b, seen_b, gain_b, new_b)) if gain & ~seen}
+        with self.clock("writing"):
+            for block, (_, seen, lists) in fresh.items():
+                write_lists(self.place, block, seen, lists)
+            for block, (seen, _, _) in fresh.items():
+                delete_lists(self.place, block, seen)
+
+    def compare_siblings(self, a: int, b: int, lists_a: Lists, lists_b: Lists) -> tuple[Lists, Lists]:
+        """Compare one block, or two neighboring blocks as one, with itself."""
+        from lattqe.search.lanes import lanes_on
+
+        start, stop = self.cut.rows(a)[0], self.cut.rows(b)[1]
+        middle = len(lists_a.ids)
+        with lanes_on(self.device) as lanes:
+            rows = self.load(start, stop, lanes[0])
+            lists = lists_a if a == b else Lists(np.concatenate([lists_a.scores, lists_b.scores]),
+                                                 np.concatenate([lists_a.ids, lists_b.ids]))
+            lists = compare_within(rows, lists, start, lanes, self.clock)
+        if a == b:
+            return lists, lists
+        return Lists(lists.scores[:middle], lists.ids[:middle]), Lists(lists.scores[middle:], lists.ids[middle:])
+
+    def compare_pair(self, a: int, b: int, lists_a: Lists, lists_b: Lists) -> tuple[Lists, Lists]:
+        """Compare two different blocks."""
+        from lattqe.search.lanes import lanes_on
+
+        (first, last), (start, stop) = self.cut.rows(a), self.cut.rows(b)
+        floor = self.known_floor(b, start, stop)
+        with lanes_on(self.device) as lanes:
+            rows, visitors = self.load(first, last, lanes[0]), self.load(start, stop, lanes[0])
+            return compare_between(rows, visitors, lists_a, lists_b, first, start, lanes, self.clock, floor)
+
+    def known_floor(self, b: int, start: int, stop: int) -> np.ndarray | None:
+        """What a newcomer must reach to enter the known lists of a block of the second set, (n,) float64."""
+        if self.known is None or b < self.cut.own:
+            return None
+        own_rows = self.sets[0].rows
+        ids, scores = self.known.read(start - own_rows, stop - own_rows)
+        last = scores[:, self.task.k - 1].astype(np.float64)
+        return np.where(ids[:, self.task.k - 1] < 0, -np.inf, last - np.abs(last) * 2.0**-23)  # it was rounded
+
+    def load(self, start: int, stop: int, products: Any) -> Any:
+        """Rows start..stop on the device; the blocks of the last comparison are kept, one is often needed again."""
+        from lattqe.search.blocks import Block
+
+        with self.clock("loading"):
+            if (start, stop) not in self.loaded:
+                while len(self.loaded) > 1:
+                    self.loaded.pop(next(iter(self.loaded)))
+                self.loaded[start, stop] = Block.load(self.rows(start, stop), products, self.task.k, widen=True)
+            block = self.loaded.pop((start, stop))
+            self.loaded[start, stop] = block  # the latest goes last
+            return block
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Vectors of rows start..stop, which lie in one of the sets."""
+        first = self.sets[0].rows
+        return self.sets[0].read(start, stop) if stop <= first else self.sets[1].read(start - first, stop - first)
+
+    def read(self, block: int, seen: int) -> Lists:
+        """The lists of a block as far as they are."""
+        start, stop = self.cut.rows(block)
+        return read_lists(self.place, block, seen, stop - start, self.task.k)
+
+    def assemble(self, part: int) -> None:
+        """Publish one part of the graph from the finished lists of the blocks that it overlaps."""
+        stops = np.cumsum(self.pending.part_rows)
+        low, high = int(stops[part]) - self.pending.part_rows[part], int(stops[part])
+        pieces = []
+        with self.clock("merging"):
+            for block in range(self.cut.blocks):
+                start, stop = self.cut.rows(block)
+                if start < high and low < stop:
+                    lists = self.read(block, self.cut.complete(block))
+                    within = slice(max(low, start) - start, min(high, stop) - start)
+                    pieces.append(self.final(block, max(low, start), Lists(lists.scores[within], lists.ids[within])))
+        with self.clock("writing"):
+            ids, scores = (np.concatenate(column) for column in zip(*pieces))
+            self.pending.publish(part, neighbors_table(ids, scores))
+
+    def final(self, block: int, start: int, lists: Lists) -> tuple[np.ndarray, np.ndarray]:
+        """Finished lists as they are published: I (n, k) int32, D (n, k) float32."""
+        if self.known is None or block < self.cut.own:
+            scores, ids = published(lists.scores, lists.ids)
+            return ids, scores
+        own, k = self.sets[0].rows, self.task.k
+        known_ids, known_scores = self.known.read(start - own, start - own + len(lists.ids))
+        numbered = np.where(known_ids[:, :k] < 0, -1, known_ids[:, :k] + np.int32(own)).astype(np.int32)
+
+        def rescore(i: np.ndarray, j: np.ndarray) -> np.ndarray:
+            xq, xb = self.sets[1].gather(start - own + i), self.sets[1].gather(j - own)
+            return exact_scores(xq, xb, np.arange(len(i)), np.arange(len(i)))
+
+        return join_lists(numbered, known_scores[:, :k], lists, rescore)

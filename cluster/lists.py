@@ -1,0 +1,72 @@
+"""Unfinished neighbor lists in storage: `_work/lists/<block>-<which blocks it has seen>.bin`.
+
+The lists of a block after it was compared with a set of blocks are the exact k best among their rows: a function of
+that set alone, whoever computed it and in whatever order. So the set is the file's name, two writers of one name write
+the same bytes, and what a killed job has achieved can be read from the names of its files.
+"""
+
+import re
+from contextlib import suppress
+
+import numpy as np
+import xxhash
+
+from lattqe.errors import LattqeError
+from lattqe.search.graph import Lists
+from lattqe.store import MissingFileError, Place
+
+FOLDER = "_work/lists/"
+MAX_BLOCKS = 512  # a set of blocks is that many bits of a file name
+DIGEST_BYTES = 16
+_NAME = re.compile(re.escape(FOLDER) + r"(\d{5})-([0-9a-f]+)\.bin")
+
+
+class StaleListsError(LattqeError):
+    """The lists that were to be continued are gone or damaged: look again at what is there."""
+
+
+def file_name(block: int, seen: int) -> str:
+    """Where the lists of a block are that has seen the blocks whose bits are set."""
+    return f"{FOLDER}{block:05d}-{seen:x}.bin"
+
+
+def find_lists(place: Place, blocks: int) -> list[int]:
+    """For each block the largest set of blocks that it has seen according to its files; 0: nothing yet."""
+    best = [0] * blocks
+    for name in place.sizes():
+        match = _NAME.fullmatch(name)
+        if match and int(match[1]) < blocks:
+            block, seen = int(match[1]), int(match[2], 16)
+            best[block] = max(best[block], seen, key=lambda bits: (bits.bit_count(), bits))
+    return best
+
+
+def write_lists(place: Place, block: int, seen: int, lists: Lists) -> None:
+    """Store lists behind their digest, whole or not at all."""
+    data = np.ascontiguousarray(lists.ids).tobytes() + np.ascontiguousarray(lists.scores).tobytes()
+    place.write(file_name(block, seen), xxhash.xxh3_128_digest(data) + data)
+
+
+def read_lists(place: Place, block: int, seen: int, rows: int, k: int) -> Lists:
+    """The lists of a block of `rows` rows; a damaged file is removed, so that nobody trips over it again."""
+    if not seen:
+        return Lists.empty(rows, k)
+    name = file_name(block, seen)
+    try:
+        data = memoryview(place.fetch(name))
+    except MissingFileError as error:
+        raise StaleListsError(f"{place.uri}/{name} is gone") from error
+    body = data[DIGEST_BYTES:]
+    if len(body) != rows * k * 12 or xxhash.xxh3_128_digest(body) != bytes(data[:DIGEST_BYTES]):
+        place.delete(name)
+        raise StaleListsError(f"{place.uri}/{name} was damaged")
+    ids = np.frombuffer(body[: rows * k * 4], dtype=np.int32).reshape(rows, k)
+    scores = np.frombuffer(body[rows * k * 4 :], dtype=np.float64).reshape(rows, k)
+    return Lists(scores, ids)
+
+
+def delete_lists(place: Place, block: int, seen: int) -> None:
+    """Remove lists that have been continued."""
+    if seen:
+        with suppress(MissingFileError):
+            place.delete(file_name(block, seen))

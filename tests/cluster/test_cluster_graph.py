@@ -1,0 +1,256 @@
+"""The graph on Ray is the graph in one process, byte for byte, for any cut, and through deaths of actors and nodes."""
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from cluster.graph import begin_graph, run_graph
+from cluster.graph_cut import Cut, agree_on_cut
+from cluster.graph_plan import cut_rows, plan_graph
+from cluster.graph_worker import GraphTask, GraphWorker
+from cluster.lists import file_name, find_lists, read_lists, write_lists
+from cluster.session import ray_session
+from lattqe.errors import LattqeError
+from lattqe.search import knn_graph
+from lattqe.search.graph import Lists
+from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, open_place
+
+pytestmark = pytest.mark.ray
+
+K = 7
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    with ray_session(cpus=2):
+        yield
+
+
+def write(path, x, dtype="float16"):
+    with FeatureWriter(str(path), x.shape[1], dtype=dtype, part_bytes=10_000) as writer:
+        writer.append(x, [f"{path.name}-{i}" for i in range(len(x))])
+    return FeatureSet.open(str(path))
+
+
+def crowd(rng, n, dim=24):
+    """Half of the rows random, the others copies of a few of them."""
+    x = rng.standard_normal((n, dim))
+    x[n // 2 :] = x[rng.integers(0, 6, n - n // 2)]
+    return x[rng.permutation(n)]
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("features") / "rows", crowd(np.random.default_rng(0), 900))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(features):
+    """I, D of all rows in one process."""
+    return knn_graph(features.read(), K)
+
+
+def compute(task, cut, workers=2, on_products=lambda _: None):
+    pending = begin_graph(task)
+    cut = agree_on_cut(pending.place, cut)
+    summary = run_graph(task, cut, workers, on_products)
+    pending.finish()
+    return NeighborGraph.open(task.to), summary
+
+
+def assert_same(graph, expected):
+    ids, scores = graph.read()
+    np.testing.assert_array_equal(ids, expected[0])
+    np.testing.assert_array_equal(scores, expected[1])
+    assert [name for name in graph.place.list() if "_work" in name] == [], "nothing unfinished is left behind"
+
+
+def test_any_cut_gives_the_same_bytes(local_ray, features, undisturbed, tmp_path):
+    digests = set()
+    for number, cut in enumerate([cut_rows(900, 0, 1, 900), cut_rows(900, 0, 2, 200), Cut((0, 1, 500, 899, 900), 4),
+                                  cut_rows(900, 0, 2, 128, exact=True)]):
+        counted = []
+        graph, _ = compute(GraphTask(features.uri, str(tmp_path / str(number)), K), cut, 2, counted.append)
+        assert_same(graph, undisturbed)
+        assert sum(counted) == sum(cut.cost(*pair) for pair in cut.pairs())
+        digests.add(graph.digest)
+    assert len(digests) == 1
+
+
+def test_real_photographs(local_ray, photos_folder, tmp_path):
+    x = np.load(photos_folder / "grocery81_vectors.npy")[:1500]
+    features = write(tmp_path / "rows", x)
+    graph, summary = compute(GraphTask(features.uri, str(tmp_path / "graph"), 20), cut_rows(1500, 0, 2, 400))
+    assert_same(graph, knn_graph(features.read(), 20))
+    assert {"loading", "products", "selection", "scoring", "merging", "writing", "waiting"} <= set(summary.seconds)
+    assert 0 < summary.balance <= 1
+
+
+@pytest.mark.parametrize("kind", ["photos", "crowd"])
+def test_distractors_join_a_graph_made_once(local_ray, photos_folder, tmp_path, kind):
+    """Two benchmarks share the distractors' graph; rows count through: the database, then the distractors."""
+    rng = np.random.default_rng(1)
+    if kind == "photos":
+        birds = np.load(photos_folder / "cub200_vectors.npy")[:1400, :64]
+        database, others = birds[::2], birds[1::2]
+    else:
+        database, others = crowd(rng, 300), crowd(rng, 500)
+        others[100:150] = database[:50]
+    a, b = write(tmp_path / "database", database), write(tmp_path / "others", others)
+    known, _ = compute(GraphTask(b.uri, str(tmp_path / "known"), K + 2), cut_rows(b.rows, 0, 2, 300))
+    task = GraphTask(a.uri, str(tmp_path / "joint"), K, b.uri, known.uri)
+    cut = cut_rows(a.rows, b.rows, 2, 150)
+    counted = []
+    graph, _ = compute(task, cut, 2, counted.append)
+    expected = knn_graph(np.concatenate([a.read(), b.read()]), K)
+    assert_same(graph, expected)
+    assert (expected[0][a.rows :] < a.rows).any(), "some distractors found rows of the database, or this shows nothing"
+    assert sum(counted) <= a.rows * (a.rows + 1) // 2 + a.rows * b.rows + cut.blocks * a.rows, "no distractor pairs"
+
+
+def mortal_worker(fatal):
+    """A worker that dies between its two writes, once for each file in `fatal`."""
+    class MortalWorker(GraphWorker):
+        def compare(self, a, b, seen_a, seen_b):
+            marks = sorted(os.listdir(fatal))
+            if marks and seen_a and a != b:
+                os.remove(os.path.join(fatal, marks[0]))
+                place, writes = self.place, Counter()
+                write_once = place.write
+
+                def write(name, data):
+                    if writes["done"]:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    writes["done"] += 1
+                    write_once(name, data)
+
+                place.write = write
+            super().compare(a, b, seen_a, seen_b)
+
+    return MortalWorker
+
+
+def test_actors_killed_in_the_middle(local_ray, features, undisturbed, tmp_path, monkeypatch):
+    fatal = tmp_path / "fatal"
+    fatal.mkdir()
+    for mark in "ab":
+        (fatal / mark).touch()
+    monkeypatch.setattr("cluster.graph.GraphWorker", mortal_worker(str(fatal)))
+    graph, summary = compute(GraphTask(features.uri, str(tmp_path / "graph"), K), cut_rows(900, 0, 2, 150))
+    assert summary.blocks.actors_lost == 2
+    assert not list(fatal.iterdir())
+    assert_same(graph, undisturbed)
+
+
+def test_damaged_and_lost_lists_are_made_again(local_ray, features, undisturbed, tmp_path):
+    """A run stopped in the middle leaves lists; two of them are hurt before the next run."""
+    task, cut = GraphTask(features.uri, str(tmp_path / "graph"), K), cut_rows(900, 0, 2, 150)
+
+    class Stop(Exception):
+        pass
+
+    done = []
+
+    def stop(products):
+        done.append(products)
+        if len(done) == 8:
+            raise Stop
+
+    with pytest.raises(Stop):
+        compute(task, cut, 2, stop)
+    place = open_place(task.to)
+    lists = [name for name in place.list() if name.startswith("_work/lists/")]
+    assert len(lists) >= 6
+    place.write(lists[0], place.read(lists[0])[:-1] + b"?")
+    place.delete(lists[1])
+    graph, _ = compute(task, cut_rows(900, 0, 1, 900))  # another cut than the first run's: that one is kept
+    assert_same(graph, undisturbed)
+
+
+def test_two_drivers_at_once_make_one_graph(local_ray, features, undisturbed, tmp_path):
+    task, cut = GraphTask(features.uri, str(tmp_path / "graph"), K), cut_rows(900, 0, 2, 100)
+    results = []
+
+    def drive():
+        results.append(compute(task, cut, 1)[0])
+
+    threads = [threading.Thread(target=drive) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 2
+    assert_same(NeighborGraph.open(task.to), undisturbed)
+
+
+def test_the_plan_refuses_what_cannot_fit(local_ray, features, tmp_path, monkeypatch):
+    task = GraphTask(features.uri, str(tmp_path / "graph"), K)
+    plan = plan_graph(task, 2)
+    assert plan.products == pytest.approx(900 * 900 / 2, rel=0.02)
+    assert plan.flops == 2 * plan.products * 24
+    monkeypatch.setattr("cluster.graph_plan.worker_budget", lambda workers, device: 1 << 20)
+    with pytest.raises(LattqeError, match="2 workers have 1 MiB each, but two blocks of 512 rows"):
+        plan_graph(task, 2)
+    monkeypatch.undo()
+    monkeypatch.setattr("cluster.graph_plan.shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1000}))
+    with pytest.raises(LattqeError, match="its disk has 0 MiB free"):
+        plan_graph(task, 2)
+    assert not open_place(task.to).list()
+
+
+def test_lists_are_named_by_what_they_have_seen(tmp_path):
+    place = open_place(str(tmp_path))
+    rng = np.random.default_rng(0)
+    lists = Lists(rng.standard_normal((5, 3)), rng.integers(0, 9, (5, 3)).astype(np.int32))
+    for seen in (0b1, 0b1010, 0b11):
+        write_lists(place, 1, seen, lists)
+    assert find_lists(place, 3) == [0, 0b1010, 0]
+    again = read_lists(place, 1, 0b11, 5, 3)
+    np.testing.assert_array_equal(again.scores, lists.scores)
+    np.testing.assert_array_equal(again.ids, lists.ids)
+    assert place.exists(file_name(1, 0b11))
+
+
+@pytest.mark.parametrize(("own", "others"), [(1, 0), (2, 0), (5, 0), (6, 0), (1, 3), (4, 2)])
+def test_every_pair_of_blocks_is_compared_once(own, others):
+    cut = Cut(tuple(range(own + others + 1)), own)
+    seen = [0] * cut.blocks
+    met = Counter()
+    for a, b in cut.pairs():
+        for block, gain in {a: cut.gain(a, b)[0], b: cut.gain(a, b)[1]}.items():
+            assert not seen[block] & gain
+            seen[block] |= gain
+        met.update([(a, b)] if not cut.siblings(a, b) or a == b else [(a, a), (a, b), (b, b)])
+    assert seen == [cut.complete(block) for block in range(cut.blocks)]
+    assert met == Counter([(a, b) for a in range(own) for b in range(a, own + others)])
+
+
+def test_a_node_killed_in_the_middle(features, undisturbed, tmp_path):
+    """Two nodes of one CPU; the second is killed when a third of the products is done. Last: it needs its own Ray."""
+    ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        doomed = cluster.add_node(num_cpus=1)
+        with ray_session(cluster.address):
+            cut = cut_rows(900, 0, 2, 60)
+            total, done, killed = sum(cut.cost(*pair) for pair in cut.pairs()), [], []
+
+            def kill(products):
+                done.append(products)
+                if sum(done) > total / 3 and not killed:
+                    killed.append(time.monotonic())
+                    cluster.remove_node(doomed, allow_graceful=False)
+
+            graph, summary = compute(GraphTask(features.uri, str(tmp_path / "graph"), K), cut, 2, kill)
+        assert killed
+        assert summary.blocks.actors_lost >= 1, "the node died with a worker on it, before the work was done"
+        assert_same(graph, undisturbed)
+    finally:
+        cluster.shutdown()

@@ -1,0 +1,73 @@
+"""`lattqe neighbors` as a command: plan and summary, refusals, and a driver killed in the middle."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from lattqe.search import knn_graph
+from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, open_place
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1500, 16))
+    x[500:700] = x[0]
+    folder = tmp_path_factory.mktemp("features") / "rows"
+    with FeatureWriter(str(folder), 16) as writer:
+        writer.append(x, [f"row-{i}" for i in range(len(x))])
+    return FeatureSet.open(str(folder))
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "jobs.neighbors", *map(str, arguments)]
+
+
+def test_killed_driver_and_the_same_command_again(features, tmp_path):
+    """Kill -9 when a few lists are written; the second run continues, and gives the bytes of an undisturbed one."""
+    arguments = command(features.uri, "-k", 9, "--to", tmp_path / "graph", "--workers", 2, "--block-rows", 40, "--json")
+    place = open_place(str(tmp_path / "graph"))
+    driver = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    deadline = time.monotonic() + 200
+    while sum(name.startswith("_work/lists/") for name in place.list()) < 20:
+        assert driver.poll() is None, driver.stderr.read().decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.communicate()
+    assert not place.exists("manifest.json"), "it was killed in the middle"
+    again = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert "0 % of them done" not in again.stderr, again.stderr
+    assert "expected time" in again.stderr
+    facts = json.loads(again.stdout)
+    assert facts["rows"] == 1500
+    graph = NeighborGraph.open(str(tmp_path / "graph"))
+    ids, scores = knn_graph(features.read(), 9)
+    np.testing.assert_array_equal(graph.read()[0], ids)
+    np.testing.assert_array_equal(graph.read()[1], scores)
+    graph.verify()
+    assert graph.manifest.inputs["features"]["digest"] == features.digest
+    third = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert json.loads(third.stdout)["digest"] == facts["digest"], "a finished graph is found, not made again"
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--against", "FEATURES"], "--against and --into belong together"),
+    (["--against", "FEATURES", "--into", "FEATURES"], "but a neighbor graph (kind 'neighbors') is needed here"),
+    (["-k", "0"], "Invalid value for '-k'"),
+])
+def test_refusals_are_one_line(features, tmp_path, options, message):
+    options = [features.uri if option == "FEATURES" else option for option in options]
+    done = subprocess.run(command(features.uri, "--to", tmp_path / "graph", *options), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "graph").exists()

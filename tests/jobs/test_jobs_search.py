@@ -1,0 +1,111 @@
+"""`lattqe search`: ranks equal an exact search in memory, with and without expansion; resumed part by part."""
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import jobs.search
+from cluster.session import ray_session
+from lattqe.errors import LattqeError
+from lattqe.expansion import create
+from lattqe.expansion.rows import expand_rows
+from lattqe.search import FlatIndex
+from lattqe.store import FeatureSet, FeatureWriter, Ranks, open_place
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    with ray_session(cpus=2):
+        yield
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    """A database, its distractors and queries, sharing some vectors."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1200, 20))
+    x[900:950] = x[0]
+    folder = tmp_path_factory.mktemp("sets")
+    opened = {}
+    for name, rows in (("database", x[:700]), ("distractors", x[700:]), ("queries", x[::13] + 0.1)):
+        with FeatureWriter(str(folder / name), 20) as writer:
+            writer.append(rows, [f"{name}-{i}" for i in range(len(rows))])
+        opened[name] = FeatureSet.open(str(folder / name))
+    return opened
+
+
+def search(sets, to, *options):
+    arguments = [sets["database"].uri, sets["queries"].uri, "--to", str(to), *map(str, options)]
+    result = CliRunner().invoke(jobs.search.app, arguments)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return Ranks.open(str(to))
+
+
+def in_memory(sets, k, method=None, nqe=0, distractors=False):
+    names = ("database", "distractors") if distractors else ("database",)
+    xb = np.concatenate([sets[name].read() for name in names])
+    index, xq = FlatIndex(xb), sets["queries"].read()
+    if method is not None:
+        scores, ids = index.search(xq, nqe)
+        negatives = index.lowest(xq, method.negatives)[1] if method.negatives else None
+        xq = expand_rows(method, xq, ids, scores, index.gather, negatives)
+    return index.search(xq, k)
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    (["--workers", 1], {}),
+    (["--workers", 2, "--distractors"], {"distractors": True}),
+    (["--workers", 2, "--distractors", "--expand", "alphaqe", "--nqe", 12, "--alpha", 2],
+     {"distractors": True, "method": ("alphaqe", {"alpha": 2.0}), "nqe": 12}),
+    (["--workers", 2, "--expand", "dqe", "--nqe", 4], {"method": ("dqe", {}), "nqe": 4}),
+])
+def test_ranks_are_those_of_an_exact_search(sets, tmp_path, options, expected):
+    options = [item for option in options
+               for item in ([option, sets["distractors"].uri] if option == "--distractors" else [option])]
+    if "method" in expected:
+        name, params = expected["method"]
+        expected = expected | {"method": create(name, **params)}
+    ranks = search(sets, tmp_path / "ranks", "-k", 15, *options)
+    scores, ids = in_memory(sets, 15, **expected)
+    np.testing.assert_array_equal(ranks.read()[0], ids)
+    np.testing.assert_array_equal(ranks.read()[1], scores)
+    assert ranks.ids() == sets["queries"].ids()
+    assert ranks.manifest.inputs["database"]["digest"] == sets["database"].digest
+
+
+def test_a_stopped_search_goes_on(sets, tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs.search, "PART_QUERIES", 20)
+    calls = []
+    real = jobs.search.expand_queries
+
+    def stopping(index, xq, expansion):
+        calls.append(len(xq))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(index, xq, expansion)
+
+    monkeypatch.setattr(jobs.search, "expand_queries", stopping)
+    options = ("-k", 5, "--expand", "aqe", "--nqe", 3)
+    with pytest.raises((KeyboardInterrupt, AssertionError)):
+        search(sets, tmp_path / "ranks", *options)
+    assert calls == [20, 20, 20]
+    assert not open_place(str(tmp_path / "ranks")).exists("manifest.json")
+    ranks = search(sets, tmp_path / "ranks", *options)
+    assert calls == [20, 20, 20, 20, 20, 13], "two parts of five were there already"
+    np.testing.assert_array_equal(ranks.read()[0], in_memory(sets, 5, create("aqe"), 3)[1])
+    with pytest.raises(LattqeError, match="expand"):
+        search(sets, tmp_path / "ranks", "-k", 5)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--nqe", 3], "--nqe needs --expand"),
+    (["--expand", "aqe", "--alpha", 3], "--alpha belongs to alphaqe"),
+    (["--expand", "lattqe"], "lattqe needs --model"),
+])
+def test_refusals(sets, tmp_path, options, message):
+    with pytest.raises(LattqeError, match=message):
+        search(sets, tmp_path / "ranks", *options)
