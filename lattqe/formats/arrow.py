@@ -18,24 +18,20 @@ class ArrowReader(BatchReader):
         self._path = path
         with path.open("rb") as file:
             self._is_file = file.read(len(FILE_MAGIC)) == FILE_MAGIC
-        rows = sum(batch.num_rows for batch in self._stored([]))
+        rows = sum(batch.num_rows for batch in self._stored())
         super().__init__(str(path), self._open().schema, rows, options, "Arrow")
 
     def batches(self, columns: list[str], size: int) -> Iterator[pa.RecordBatch]:
         """Yield the named columns in the batches that are stored."""
-        return self._stored(columns)
+        # Columns are chosen afterwards: asking Arrow to skip the others makes it copy what it would only map.
+        return (batch.select(columns) for batch in self._stored())
 
-    def _open(self, columns: list[str] | None = None) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
-        options = pa.ipc.IpcReadOptions(use_threads=False)
-        if columns:
-            names = self._open().schema.names
-            options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=[names.index(name) for name in columns])
-        source = pa.memory_map(str(self._path))
+    def _open(self) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
         opener = pa.ipc.open_file if self._is_file else pa.ipc.open_stream
-        return opener(source, options=options)
+        return opener(pa.memory_map(str(self._path)), options=pa.ipc.IpcReadOptions(use_threads=False))
 
-    def _stored(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        reader = self._open(columns)
+    def _stored(self) -> Iterator[pa.RecordBatch]:
+        reader = self._open()
         if self._is_file:
             yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
         else:

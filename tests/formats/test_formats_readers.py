@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 
 from lattqe.errors import LattqeError
 from lattqe.formats import ENDINGS, open_source
+from lattqe.formats.hdf5 import datasets
 from lattqe.formats.registry import FORMATS
 
 ROWS, DIM = 23, 7
@@ -206,6 +207,26 @@ def test_ids_and_labels_of_the_same_file(tmp_path):
     source = open_source(tmp_path / "y.h5")
     assert not source.has_labels
     assert any("not used: it has 3 entries" in note for note in source.notes)
+
+
+@pytest.mark.parametrize("layout", [{}, {"chunks": (5,)}, {"chunks": (5,), "maxshape": (None,)}])
+def test_texts_of_hdf5(tmp_path, layout):
+    texts = ["", "ä" * 9, "x" * 5000, *IDS[3:]]
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("ids", data=texts, dtype=h5py.string_dtype(), **layout)
+    assert [text.decode() for text in datasets(tmp_path / "x.h5")["ids"]] == texts
+
+
+def test_texts_of_hdf5_of_one_length_or_compressed(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["vectors"] = X
+        file["ids"] = np.array(IDS, "S")
+    assert collect(open_source(tmp_path / "x.h5"))[1] == IDS
+    with h5py.File(tmp_path / "y.h5", "w") as file:
+        file["vectors"] = X
+        file.create_dataset("ids", data=IDS, compression="gzip")
+    with pytest.raises(LattqeError, match="uncommon way; give them by a file"):
+        open_source(tmp_path / "y.h5")
 
 
 def test_several_matrices_need_a_choice(tmp_path):

@@ -218,11 +218,23 @@ def test_hdf5_text_that_would_be_read_for_ever(tmp_path):
         file["ids"] = ["a", "b", "c", "d"]
     read_all(path)
     data = bytearray(path.read_bytes())
-    free = data.index(b"GCOL") + 16 + 4 * (16 + 8)  # behind four texts of one letter, each padded to 8 bytes
-    assert data[free : free + 8] == b"\0" * 8
-    data[free + 8 : free + 16] = b"\0" * 8
+    free = data.index(b"GCOL") + 16 + 3 * (16 + 8)  # behind three of the texts, each padded to 8 bytes
+    data[free : free + 16] = b"\0" * 16
     path.write_bytes(data)
-    assert "has no end" in refusal(path)
+    assert "of /ids (1 bytes) is not where it should be" in refusal(path)
+
+
+def test_hdf5_text_of_a_damaged_length(tmp_path):
+    """The library would fill this length with zeros: 4 GB."""
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        file["vectors"] = X
+        file["ids"] = ["a", "b", "c", "d"]
+        offset = file["ids"].id.get_offset()
+    data = bytearray(path.read_bytes())
+    data[offset + 16 : offset + 20] = b"\xff" * 4
+    path.write_bytes(data)
+    assert "text 1 of /ids (4,294,967,295 bytes)" in refusal(path)
 
 
 def test_declared_sizes_are_not_allocated(tmp_path):

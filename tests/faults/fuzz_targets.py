@@ -1,0 +1,216 @@
+"""What the fuzzer does with a damaged file: reads it, and checks that what is accepted is right."""
+
+import io
+import json
+import random
+import shutil
+import warnings
+import zipfile
+from pathlib import Path
+
+import numpy as np
+from fuzz_mutations import mutated, mutated_json
+from fuzz_seeds import X, importer_seeds, make_things, side_seeds, truth_seeds
+
+from lattqe.datasets.revisited import load_gnd
+from lattqe.errors import LattqeError
+from lattqe.formats import open_source
+from lattqe.store import FeatureSet, FeatureWriter, Manifest, NeighborGraph, Part, load_model, open_thing
+from lattqe.store import parts as store_parts
+from lattqe.store.checks import verify_thing
+from lattqe.store.manifest import parse_manifest
+
+warnings.simplefilter("ignore")
+
+
+class Wrong(Exception):
+    """A damaged file was accepted, and what came out is not right."""
+
+
+def check(condition: bool, what: str) -> None:
+    if not condition:
+        raise Wrong(what)
+
+
+class Import:
+    """A foreign file, from the importer through the writer to the stored vectors."""
+
+    def __init__(self, ending: str, seeds: list[bytes]) -> None:
+        self.name, self.ending, self.seeds = f"import {ending}", ending, seeds
+
+    def run(self, folder: Path, rng: random.Random) -> None:
+        seed, other = rng.choice(self.seeds), rng.choice(self.seeds)
+        path = folder / f"x{self.ending}"
+        rezip = self.ending == ".pt" and rng.random() < 0.6
+        path.write_bytes(_rezipped(seed, rng, other) if rezip else mutated(seed, rng, other))
+        store(folder, [path])
+
+
+class Side:
+    """Ids, labels or flags beside a sound matrix."""
+
+    def __init__(self, ending: str, seeds: list[bytes]) -> None:
+        self.name, self.ending, self.seeds = f"beside {ending}", ending, seeds
+
+    def run(self, folder: Path, rng: random.Random) -> None:
+        np.save(folder / "x.npy", X)
+        path = folder / f"side{self.ending}"
+        path.write_bytes(mutated(rng.choice(self.seeds), rng, rng.choice(self.seeds)))
+        role = rng.choice(("ids", "labels", "select"))
+        store(folder, [folder / "x.npy"], **{role: [str(path)] if role == "select" else path})
+
+
+def store(folder: Path, paths: list[Path], **options) -> None:
+    """Import as the job does and check the result."""
+    source = open_source(paths, **options)
+    check(source.dim > 0 and source.rows > 0, "a source without rows or columns")
+    with FeatureWriter(str(folder / "features"), source.dim, labels=source.has_labels, skip_bad=True) as writer:
+        count = 0
+        for block in source.blocks(4):
+            check(block.vectors.ndim == 2 and block.vectors.shape[1] == source.dim, "blocks of another shape")
+            check(block.vectors.dtype.kind == "f", "blocks of another type")
+            count += len(block.vectors)
+            writer.append(block.vectors, block.ids, block.labels)
+        check(count == source.rows, f"{count} rows came, {source.rows} were announced")
+    vectors = writer.close().read()
+    check(vectors.shape == (count - writer.skipped, source.dim), "stored in another shape")
+    check(bool(np.isfinite(vectors).all()), "stored vectors are not finite")
+    lengths = np.linalg.norm(vectors.astype(np.float64), axis=1)
+    # Rounding to float16 moves the norm by up to 2^-11, and by more where very many components are subnormal.
+    check(bool((np.abs(lengths - 1) < 2e-3).all()), f"stored vectors are not normalised: {lengths}")
+
+
+class Truth:
+    """A ground-truth file."""
+
+    def __init__(self, ending: str, seeds: list[bytes]) -> None:
+        self.name, self.ending, self.seeds = f"ground truth {ending}", ending, seeds
+
+    def run(self, folder: Path, rng: random.Random) -> None:
+        path = folder / f"gnd{self.ending}"
+        seed = rng.choice(self.seeds)
+        if self.ending == ".json" and rng.random() < 0.6:
+            path.write_text(json.dumps(mutated_json(json.loads(seed), rng)))
+        else:
+            path.write_bytes(mutated(seed, rng, rng.choice(self.seeds)))
+        truth = load_gnd(path)
+        check(len(truth.gnd) == len(truth.qimlist) == len(truth.boxes), "lists of different lengths")
+        for lists in truth.gnd:
+            rows = [row for grade in ("easy", "hard", "junk") for row in lists[grade]]
+            check(all(0 <= row < len(truth.imlist) for row in rows), "a row outside of the database")
+
+
+class Stored:
+    """A stored thing with a damaged manifest or part; half of them with checksums made to fit the damage."""
+
+    def __init__(self, original: Path) -> None:
+        self.name, self.original = f"stored {original.name}", original
+
+    def run(self, folder: Path, rng: random.Random) -> None:
+        thing = folder / "thing"
+        shutil.copytree(self.original, thing)
+        store_parts._checked.clear()
+        manifest_path = thing / "manifest.json"
+        forged = rng.random() < 0.6
+        if rng.random() < 0.4:
+            data = manifest_path.read_bytes()
+            manifest_path.write_bytes(_forged_json(data, rng) if forged else mutated(data, rng, data))
+            what = "its manifest"
+        else:
+            manifest = parse_manifest(manifest_path.read_bytes(), "original")
+            part = rng.choice(manifest.parts)
+            data = (thing / part.name).read_bytes()
+            damaged = mutated(data, rng, (thing / rng.choice(manifest.parts).name).read_bytes())
+            (thing / part.name).write_bytes(damaged)
+            if forged:
+                manifest_path.write_bytes(_with_part(manifest, part, damaged).to_json())
+            what = "the same bytes" if damaged == data else "a part"
+        self.read(thing, may_differ=forged or what == "the same bytes")
+
+    def read(self, thing: Path, may_differ: bool) -> None:
+        """Read without and with verification: whatever is accepted has the right shape."""
+        opened = open_thing(str(thing))
+        if isinstance(opened, FeatureSet):
+            check(opened.read().shape == (opened.rows, opened.dim), "features of another shape")
+            check(len(opened.ids()) == opened.rows, "ids of another length")
+            opened.table()
+            if opened.has_labels:
+                check(len(opened.labels()) == opened.rows, "labels of another length")
+        elif isinstance(opened, NeighborGraph):
+            rows, scores = opened.read()
+            check(rows.shape == scores.shape == (opened.rows, opened.k), "a graph of another shape")
+        elif opened.manifest.kind == "model":
+            load_model(str(thing))
+        verify_thing(str(thing))
+        if not may_differ:
+            original = open_thing(str(self.original)).manifest
+            check(opened.manifest == original, "a damaged thing was verified")
+        if isinstance(opened, FeatureSet):
+            lengths = np.linalg.norm(opened.read().astype(np.float64), axis=1)
+            check(bool((np.abs(lengths - 1) < 5e-3).all()), "verified vectors are not normalised")
+
+
+def _with_part(manifest: Manifest, part: Part, data: bytes) -> Manifest:
+    parts = tuple(
+        Part(part.name, part.rows, len(data), store_parts.checksum(data)) if each == part else each
+        for each in manifest.parts
+    )
+    return Manifest(manifest.kind, manifest.rows, parts, manifest.fields, manifest.config, manifest.inputs)
+
+
+def _forged_json(data: bytes, rng: random.Random) -> bytes:
+    """Change a manifest and make its digest and checksum fit, as somebody hostile would."""
+    import xxhash
+
+    from lattqe.store.manifest import canonical_json
+
+    body = json.loads(data)
+    del body["checksum"]
+    for _ in range(rng.choice((1, 1, 2))):
+        body = mutated_json(body, rng)
+    if not isinstance(body, dict):
+        return json.dumps(body).encode()
+    try:
+        content = {"kind": body["kind"], "fields": body["fields"],
+                   "parts": [[part["rows"], part["bytes"], part["checksum"]] for part in body["parts"]]}  # fmt: skip
+        body["digest"] = xxhash.xxh3_128_hexdigest(canonical_json(content))
+    except (KeyError, TypeError, ValueError):
+        pass
+    body["checksum"] = xxhash.xxh3_128_hexdigest(canonical_json(body))
+    return json.dumps(body).encode()
+
+
+def _rezipped(data: bytes, rng: random.Random, other: bytes) -> bytes:
+    """Damage one member of a zip file and write it again with the checksum of the damage."""
+    source, result = zipfile.ZipFile(io.BytesIO(data)), io.BytesIO()
+    names = source.namelist()
+    victim = rng.choice([*names, *[name for name in names if name.endswith("data.pkl")] * len(names)])
+    with zipfile.ZipFile(result, "w") as archive:
+        for name in names:
+            content = source.read(name)
+            archive.writestr(name, mutated(content, rng, other) if name == victim else content)
+    return result.getvalue()
+
+
+def make_targets(folder: Path) -> list[Import | Side | Truth | Stored]:
+    """All readers, each with its sound files; `folder` keeps the sound stored things."""
+    return [
+        *(Import(ending, seeds) for ending, seeds in importer_seeds().items()),
+        *(Side(ending, seeds) for ending, seeds in side_seeds().items()),
+        *(Truth(ending, seeds) for ending, seeds in truth_seeds().items()),
+        *(Stored(path) for path in make_things(folder)),
+    ]
+
+
+def try_target(target, folder: Path, rng: random.Random) -> tuple[str, str]:
+    """Run one input: ('accepted' | 'refused' | 'failed', message)."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        target.run(folder, rng)
+    except LattqeError as error:
+        message = str(error)
+        return ("refused", message) if message.strip() else ("failed", "refused without a word")
+    except BaseException as error:
+        return "failed", f"{type(error).__name__}: {error}"
+    return "accepted", ""
