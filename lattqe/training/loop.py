@@ -146,9 +146,10 @@ class Training:
         alone = validation.validate(network, self.sets, qe, self.team)
         with_dba = validation.validate_dba(network, self.sets, dba, qe, self.team)
         n_qe = max(alone, key=lambda k: alone[k]["mean"])
-        _, n_dba, n_qe_dba = max((value, m, k) for m, found in with_dba.items() for k, value in found.items())
+        _, n_dba, n_qe_dba = max((with_dba[str(m)][str(k)], m, k) for m in dba for k in qe)
+        chosen = {"nqe": int(n_qe), "ndba": int(n_dba), "nqe_with_dba": int(n_qe_dba)}
         return {
-            "nqe": int(n_qe), "ndba": int(n_dba), "nqe_with_dba": int(n_qe_dba),
+            **chosen, "chosen": chosen,
             "validation": {"none": {one.name: one.mean_ap(one.xq, one.xb) for one in self.sets},
                            "qe": alone, "dba": with_dba},
         }

@@ -1,0 +1,235 @@
+"""The photographs from one command: cut the sets, train the preset, test it beside its rivals, leave sets out.
+
+    python benchmarks/photos.py --to photos-run                    # train on all four, then look at test
+    python benchmarks/photos.py --to photos-run --leave-out        # also train on three and test on the fourth
+
+Everything is chosen on the val splits; the rivals are tuned on test, which flatters them.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lattqe.datasets.photos import SETS, load_photos
+from lattqe.expansion import create
+from lattqe.expansion.base import Method
+from lattqe.search import knn_graph, topk
+from lattqe.store import FeatureWriter, load_model
+from lattqe.training.validation import ValidationSet
+
+PROJECT = Path(__file__).resolve().parent.parent
+NQE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+DQE_NEGATIVES = (5, 50)
+
+
+def write_features(folder: Path, name: str, vectors: np.ndarray, ids: list[str], labels: np.ndarray) -> str:
+    """A labelled feature set, unless it is there already."""
+    writer = FeatureWriter(str(folder / name), vectors.shape[1], "float32", labels=True, config={"photos": name})
+    if writer.finished is None:
+        with writer:
+            writer.append(vectors, ids, labels)
+    return str(folder / name)
+
+
+def cut(data: Path, folder: Path, columns: int) -> dict[str, dict[str, str]]:
+    """Train sets, and databases and queries of val, as feature sets: {set: {role: uri}}."""
+    found: dict[str, dict[str, str]] = {}
+    for name in SETS:
+        train, val = (load_photos(name, split, data, columns=columns) for split in ("train", "val"))
+        found[name] = {
+            "train": write_features(folder, f"{name}-train", train.xb, train.ids, train.labels),
+            "val": write_features(folder, name, val.xb, val.ids, val.labels),
+            "queries": write_features(folder, f"{name}-queries", val.xq, val.query_ids, val.query_labels)}
+    return found
+
+
+def train(sets: dict[str, dict[str, str]], names: list[str], to: Path, options: argparse.Namespace) -> float:
+    """`lattqe train` on the sets named, validated on the val splits of the same; seconds of the command."""
+    words = [sets[name]["train"] for name in names]
+    words += [word for name in names for word in ("--val", sets[name]["val"], "--queries", sets[name]["queries"])]
+    settings = [word for setting in ["shared_labels=true", *options.set] for word in ("--set", setting)]
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-m", "jobs.train", *words, "--preset", options.preset, "--to", str(to),
+                    "--threads", str(options.threads), *settings], check=True, cwd=PROJECT)
+    return time.monotonic() - started
+
+
+def load_test(name: str, data: Path, columns: int, distractors: bool = False) -> ValidationSet:
+    """A test split; with distractors, the other sets' databases are appended, relevant to nobody."""
+    split = load_photos(name, "test", data, columns=columns)
+    xb, labels = [split.xb], [split.labels]
+    if distractors:
+        others = [load_photos(other, "test", data, columns=columns) for other in SETS if other != name]
+        xb += [other.xb for other in others]
+        labels += [np.full(len(other.xb), -1, dtype=np.int32) for other in others]
+    return ValidationSet(name, np.concatenate(xb), np.concatenate(labels), split.xq, split.query_labels)
+
+
+def expand(method: Method, x: np.ndarray, xb: np.ndarray, near: np.ndarray, k: int) -> np.ndarray:
+    """Expand x (n, D) from its neighbors' rows near (n, depth) of xb."""
+    near = near[:, : method.depth(k)]
+    out = np.empty_like(x)
+    for start in range(0, len(x), 256):
+        rows = slice(start, start + 256)
+        neighbors = xb[near[rows]]
+        scores = np.einsum("nd,nkd->nk", x[rows], neighbors)
+        more = {}
+        if method.negatives:
+            low = topk(x[rows], xb, method.negatives, largest=False)[1]
+            more = {"negatives": xb[low]}
+        out[rows] = method.expand(x[rows], neighbors, scores, k=k, **more).vectors
+    return out
+
+
+def rivals(dba: bool = False) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """The settings among which each rival may choose on test."""
+    ks = (2, 4, 8, 12) if dba else (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+    for k in ks:
+        yield "aqe", {}, k
+        yield "aqewd", {}, k + 1
+    for k, alpha in itertools.product((4, 10, 16) if dba else (4, 6, 8, 10, 16, 24, 36, 72), (1.0, 2.0, 3.0)):
+        yield "alphaqe", {"alpha": alpha}, k
+    if not dba:
+        for k, C, negatives in itertools.product((2, 4, 8, 12), (0.1, 1.0), DQE_NEGATIVES):
+            yield "dqe", {"C": C, "negatives": negatives}, k
+
+
+def best_rivals(sets: list[ValidationSet]) -> dict[str, Any]:
+    """Each rival's best setting by the mean over the test sets."""
+    near = [one.neighbors(one.xq, one.xb, 72) for one in sets]
+    best: dict[str, Any] = {}
+    for name, params, k in rivals():
+        method = create(name, **params)
+        values = [one.mean_ap(expand(method, one.xq, one.xb, rows, k), one.xb) for one, rows in zip(sets, near)]
+        if name not in best or np.mean(values) > best[name]["mean"]:
+            best[name] = {"mean": float(np.mean(values)), "sets": values, "k": k, **params}
+    return best
+
+
+def best_rivals_dba(sets: list[ValidationSet]) -> dict[str, Any]:
+    """Each rival's best (nDBA, nQE) by the mean over the test sets, with its alpha the same on both sides."""
+    graphs = [knn_graph(one.xb, 16)[0] for one in sets]
+    best: dict[str, Any] = {}
+    for name, params, m in rivals(dba=True):
+        method = create(name, **params)
+        databases = [expand(method, one.xb, one.xb, graph, m) for one, graph in zip(sets, graphs)]
+        for k in (2, 4, 8, 12):
+            values = [one.mean_ap(expand(method, one.xq, xb, one.neighbors(one.xq, xb, k), k), xb)
+                      for one, xb in zip(sets, databases)]
+            if name not in best or np.mean(values) > best[name]["mean"]:
+                best[name] = {"mean": float(np.mean(values)), "sets": values, "ndba": m, "nqe": k, **params}
+    return best
+
+
+def learned(model: str, sets: list[ValidationSet], ks: tuple[int, ...]) -> dict[str, Any]:
+    """LAttQE on each set for each number of neighbors."""
+    method = create("lattqe", model=model, device="cpu")
+    result: dict[str, Any] = {}
+    for k in ks:
+        values = [one.mean_ap(expand(method, one.xq, one.xb, one.neighbors(one.xq, one.xb, method.depth(k)), k), one.xb)
+                  for one in sets]
+        result[str(k)] = {"mean": float(np.mean(values)), "sets": values}
+    return result
+
+
+def learned_dba(model: str, sets: list[ValidationSet], m: int, k: int) -> dict[str, Any]:
+    """LAttDBA with m neighbors, and LAttQE with k on top of it."""
+    rows, queries = (create("lattqe", model=model, dba=dba, device="cpu") for dba in (True, False))
+    values = []
+    for one in sets:
+        graph = knn_graph(one.xb, min(rows.depth(m), len(one.xb) - 1))[0]
+        xb = expand(rows, one.xb, one.xb, graph, m)
+        xq = expand(queries, one.xq, xb, one.neighbors(one.xq, xb, queries.depth(k)), k) if k else one.xq
+        values.append(one.mean_ap(xq, xb))
+    return {"mean": float(np.mean(values)), "sets": values, "ndba": m, "nqe": k}
+
+
+def show(title: str, rows: dict[str, Any]) -> None:
+    """Print one table: the mean, then each set."""
+    print(f"\n{title}: mean | {' '.join(SETS)}")
+    for name, found in rows.items():
+        setting = ", ".join(f"{key} {value}" for key, value in found.items() if key not in ("mean", "sets"))
+        print(f"  {name:12s} {found['mean']:6.2f} | " + " ".join(f"{v:6.2f}" for v in found["sets"]) + f"   {setting}")
+    sys.stdout.flush()
+
+
+def look_at_test(model: str, data: Path, columns: int) -> dict[str, Any]:
+    """All that is measured on test."""
+    sets = [load_test(name, data, columns) for name in SETS]
+    metrics = load_model(model)[2]
+    result: dict[str, Any] = {"model": {key: metrics[key] for key in ("nqe", "ndba", "nqe_with_dba", "best")}}
+    none = [one.mean_ap(one.xq, one.xb) for one in sets]
+    result["none"] = {"none": {"mean": float(np.mean(none)), "sets": none}}
+    result["lattqe"] = learned(model, sets, NQE)
+    result["rivals"] = best_rivals(sets)
+    result["aqe"] = {str(k): v for k, v in sweep("aqe", sets).items()}
+    result["dba"] = {"lattdba+qe": learned_dba(model, sets, metrics["ndba"], metrics["nqe_with_dba"]),
+                     "lattdba": learned_dba(model, sets, metrics["ndba"], 0), **best_rivals_dba(sets)}
+    crowded = [load_test(name, data, columns, distractors=True) for name in SETS]
+    chosen = str(metrics["nqe"])
+    result["distractors"] = {"lattqe": learned(model, crowded, (metrics["nqe"],))[chosen], **best_rivals(crowded)}
+    for title, rows in result.items():
+        if title != "model":
+            show(title, rows)
+    return result
+
+
+def sweep(name: str, sets: list[ValidationSet]) -> dict[int, Any]:
+    """A rival over the same numbers of neighbors as LAttQE."""
+    method, result = create(name), {}
+    for k in NQE:
+        values = [one.mean_ap(expand(method, one.xq, one.xb, one.neighbors(one.xq, one.xb, k), k), one.xb)
+                  for one in sets]
+        result[k] = {"mean": float(np.mean(values)), "sets": values}
+    return result
+
+
+def leave_out(sets: dict[str, dict[str, str]], data: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Train on three sets, test on the fourth, beside the best small-k rival tuned on that fourth set's test."""
+    result = {}
+    for name in SETS:
+        to = options.to / f"without-{name}"
+        train(sets, [other for other in SETS if other != name], to, options)
+        one = [load_test(name, data, options.columns)]
+        found, best = learned(str(to), one, (16, 32, 64, 128)), best_rivals(one)
+        result[name] = {"chosen": load_model(str(to))[2]["nqe"], "lattqe": {k: v["mean"] for k, v in found.items()},
+                        "rivals": {rival: (v["mean"], v["k"]) for rival, v in best.items()}}
+        print(name, json.dumps(result[name]), flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=os.environ.get("LATTQE_DATA", PROJECT.parent / "shared/data"))
+    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--columns", type=int, default=128)
+    parser.add_argument("--preset", default="photos")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--leave-out", action="store_true")
+    parser.add_argument("--no-test", action="store_true", help="train only")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    data = options.data / "photos"
+    sets = cut(data, options.to / "features", options.columns)
+    seconds = train(sets, list(SETS), options.to / "model", options)
+    if options.no_test:
+        return
+    result = look_at_test(str(options.to / "model"), data, options.columns) | {"train_seconds": seconds}
+    if options.leave_out:
+        result["leave_out"] = leave_out(sets, data, options)
+    (options.to / "results.json").write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
