@@ -4,12 +4,13 @@ import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from lattqe.benchmark.spec import Setting
+from lattqe.benchmark.spec import Params, Setting
 from lattqe.evaluation import GroundTruth, Scores, evaluate, weights_by_rank
 from lattqe.expansion import Method, create
 from lattqe.expansion.attention import AttentionExpansion
@@ -92,7 +93,12 @@ def measure(index: Index, xq: np.ndarray, truth: GroundTruth, settings: Sequence
 
 def method_of(setting: Setting, dba: bool = False) -> Method:
     """The method of a setting, for queries or for database rows."""
-    return create(setting.method, **dict(setting.params), **({"dba": True} if dba and setting.method == "lattqe" else {}))
+    return _method(setting.method, setting.params, dba and setting.method == "lattqe")
+
+
+@lru_cache(maxsize=4)  # the settings of a grid share a network, and a large one takes a while to load
+def _method(name: str, params: Params, dba: bool) -> Method:
+    return create(name, **dict(params), **({"dba": True} if dba else {}))
 
 
 def largest_k(setting: Setting) -> int | None:

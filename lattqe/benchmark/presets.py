@@ -1,10 +1,11 @@
 """Runs that need no file: the revisited benchmarks, the photographs, the synthetic landmarks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from lattqe.benchmark.models import as_trained
 from lattqe.benchmark.spec import Dataset, Distractors, Method, Run
 from lattqe.datasets import photos
 from lattqe.datasets.revisited import save_gnd
@@ -12,6 +13,7 @@ from lattqe.datasets.synthetic import SyntheticSplit, SyntheticWorld
 from lattqe.errors import LattqeError
 from lattqe.store import FeatureSet, FeatureWriter
 
+PRESETS = ("revisited", "photos", "synthetic")
 PHOTO_COLUMNS = 128  # trains in minutes on two cores
 Block = tuple[np.ndarray, list[str], np.ndarray | None]
 
@@ -26,67 +28,55 @@ def store(uri: str, blocks: Iterable[Block], dim: int, source: dict[str, object]
     return uri
 
 
-def classic_methods(model: str | None, nqe: int | None, ndba: int | None, nqe_with_dba: int | None) -> list[Method]:
-    """The four competitors, tuned on test as the paper did, and LAttQE as its training chose."""
-    methods = [
-        Method("aqe", "AQE", "test", (1, 2, 4, 6, 8, 12, 16, 24), (2, 4, 8), (1, 2, 4, 8)),
-        Method("aqewd", "AQEwD", "test", (2, 4, 6, 8, 12, 16, 24, 32), (4, 8, 12), (2, 4, 8)),
-        Method("dqe", "DQE", "test", (1, 2, 4, 8, 16), (2, 4, 8), (1, 2, 4),
-               {"C": (0.1,), "negatives": (5, 50)}),
+def competitors() -> list[Method]:
+    """The paper's four competitors with grids to be tuned on test, as the paper did."""
+    return [
+        Method("aqe", "AQE", "test", (1, 2, 4, 6, 8, 12, 16), (2, 4, 8), (2, 4, 8)),
+        Method("aqewd", "AQEwD", "test", (2, 4, 6, 8, 10, 12, 16, 24), (4, 8, 12), (4, 8, 12)),
+        Method("dqe", "DQE", "test", (2, 4, 8, 12), (2, 4, 8), (2, 4, 8), {"C": (0.1, 1.0), "negatives": (5, 50)}),
         Method("alphaqe", "αQE", "test", (8, 10, 16, 24, 36, 48, 72), (10, 24, 36), (4, 10, 24),
                {"alpha": (1.0, 2.0, 3.0, 4.0)}),
     ]
-    if model is not None:
-        chosen = (nqe or 64, ndba or 48, nqe_with_dba or nqe or 64)
-        methods.append(Method("lattqe", "LAttQE", "fixed", (chosen[0],), (chosen[1],), (chosen[2],),
-                              {"model": (model,)}))
-    return methods
 
 
-def chosen_neighbors(model: str | None) -> tuple[int | None, int | None, int | None]:
-    """The nQE, nDBA and nQE with DBA that training chose on validation and stored with the model."""
-    if model is None:
-        return None, None, None
-    from lattqe.store import load_model
-
-    chosen = load_model(model)[2].get("chosen", {})
-    return chosen.get("nqe"), chosen.get("ndba"), chosen.get("nqe_with_dba")
+def all_methods(model: str | None) -> tuple[Method, ...]:
+    """The competitors and, where there is a model, LAttQE with the numbers its training chose."""
+    return (*competitors(), *([as_trained(model)] if model is not None else []))
 
 
-def photos_run(data: Path | None, folder: str, model: str | None) -> Run:
-    """Four sets of photographs, each also with the other three as distractors."""
-    source = photos.photos_folder(data)
+def photos_run(data: Path | None, folder: str, model: str | None, columns: int = PHOTO_COLUMNS) -> Run:
+    """Four sets of photographs, each also with the other three as distractors; the first `columns` of the vectors."""
+    source = photos.photos_folder(data / "photos" if data is not None and (data / "photos").is_dir() else data)
+    prefix = f"{folder}/features/{columns}"
     datasets, distractors = [], []
     for name in photos.SETS:
-        split = photos.load_photos(name, "test", source, columns=PHOTO_COLUMNS)
-        origin: dict[str, object] = {"photos": name, "split": "test", "columns": PHOTO_COLUMNS}
-        base = f"{folder}/features/{name}-test"
-        store(f"{base}-database", [(split.xb, split.ids, split.labels)], PHOTO_COLUMNS, origin)
-        store(f"{base}-queries", [(split.xq, split.query_ids, split.query_labels)], PHOTO_COLUMNS, origin)
-        datasets.append(Dataset(name, f"{base}-database", f"{base}-queries"))
+        split = photos.load_photos(name, "test", source, columns=columns)
+        origin: dict[str, object] = {"photos": name, "split": "test", "columns": columns}
+        database = store(f"{prefix}/{name}", [(split.xb, split.ids, split.labels)], columns, origin)
+        asked: list[Block] = [(split.xq, split.query_ids, split.query_labels)]
+        datasets.append(Dataset(name, database, store(f"{prefix}/{name}-queries", asked, columns, origin)))
     for name in photos.SETS:
-        rest = [FeatureSet.open(f"{folder}/features/{other}-test-database") for other in photos.SETS if other != name]
+        rest = [FeatureSet.open(f"{prefix}/{other}") for other in photos.SETS if other != name]
         blocks: list[Block] = [(each.read(), each.ids(), None) for each in rest]
-        uri = store(f"{folder}/features/{name}-others", blocks, PHOTO_COLUMNS, {"photos": f"all but {name}"}, False)
+        others: dict[str, object] = {"photos": f"all but {name}", "columns": columns}
+        uri = store(f"{prefix}/{name}-others", blocks, columns, others, labels=False)
         distractors.append(Distractors("others", uri, of=name))
-    return Run("Photographs: birds, cars, groceries, objects", tuple(datasets),
-               tuple(classic_methods(model, *chosen_neighbors(model))), tuple(distractors))
+    return Run("Photographs: birds, cars, groceries, objects", tuple(datasets), all_methods(model), tuple(distractors))
 
 
-def store_synthetic(split: SyntheticSplit, folder: str) -> tuple[str, str | None]:
-    """Write a synthetic split as features; addresses of its database and, where it has any, of its queries."""
-    origin: dict[str, object] = {"synthetic": split.name, "seed": split.world.seed, "rows": split.rows}
+def store_synthetic(split: SyntheticSplit, folder: str) -> tuple[str, str]:
+    """Write a synthetic split as features; addresses of its database and of its queries ('' where it has none)."""
+    world = split.world
+    origin: dict[str, object] = {"synthetic": split.name, "seed": world.seed, "scale": world.scale, "rows": split.rows}
     database = store(f"{folder}/features/{split.name}", split.blocks(), split.dim, origin)
     if not split.queries:
-        return database, None
-    queries = [(split.query_vectors, split.query_ids, split.query_labels)]
+        return database, ""
+    queries: list[Block] = [(split.query_vectors, split.query_ids, split.query_labels)]
     return database, store(f"{folder}/features/{split.name}-queries", queries, split.dim, origin)
 
 
-def synthetic_run(data: Path | None, folder: str, model: str | None, world: SyntheticWorld | None = None) -> Run:
+def synthetic_run(folder: str, methods: tuple[Method, ...], world: SyntheticWorld | None = None) -> Run:
     """Landmarks with few relevant images (like Oxford) and with many (like Paris), with and without distractors."""
-    if data is not None:
-        raise LattqeError("the synthetic preset makes its own data: leave --data out")
     world = world or SyntheticWorld()
     datasets = []
     for name in ("oxford", "paris"):
@@ -95,13 +85,12 @@ def synthetic_run(data: Path | None, folder: str, model: str | None, world: Synt
         truth = Path(folder) / "features" / f"gnd_{name}.json"
         if not truth.exists():
             save_gnd(truth, split.revisited())
-        datasets.append(Dataset(name, database, queries or "", str(truth)))
+        datasets.append(Dataset(name, database, queries, str(truth)))
     more, _ = store_synthetic(world.split("distractors"), folder)
-    return Run("Synthetic landmarks", tuple(datasets), tuple(classic_methods(model, *chosen_neighbors(model))),
-               (Distractors("distractors", more),))
+    return Run("Synthetic landmarks", tuple(datasets), methods, (Distractors("distractors", more),))
 
 
-def revisited_run(data: Path | None, folder: str, model: str | None) -> Run:
+def revisited_run(data: Path | None, model: str | None) -> Run:
     """Revisited Oxford and Paris with a million distractors, for whoever has the features.
 
     `data` holds roxford5k, roxford5k-queries, rparis6k, rparis6k-queries and (optionally) r1m as feature sets, and
@@ -112,14 +101,18 @@ def revisited_run(data: Path | None, folder: str, model: str | None) -> Run:
     datasets = tuple(Dataset(name, str(data / name), str(data / f"{name}-queries"), str(data / f"gnd_{name}.pkl"))
                      for name in ("roxford5k", "rparis6k"))
     distractors = (Distractors("r1m", str(data / "r1m")),) if (data / "r1m").exists() else ()
-    return Run("Revisited Oxford and Paris", datasets, tuple(classic_methods(model, *chosen_neighbors(model))),
-               distractors, published=True)
+    return Run("Revisited Oxford and Paris", datasets, all_methods(model), distractors, published=True)
 
 
-PRESETS: dict[str, Callable[[Path | None, str, str | None], Run]] = {
-    "revisited": revisited_run, "photos": photos_run, "synthetic": synthetic_run}
-
-
-def preset_run(name: str, data: Path | None, folder: str, model: str | None) -> Run:
+def preset_run(name: str, data: Path | None, folder: str, model: str | None, columns: int | None = None) -> Run:
     """The run of a preset; data that it makes or cuts go to `folder`/features."""
-    return PRESETS[name](data, folder.rstrip("/"), model)
+    folder = folder.rstrip("/")
+    if columns is not None and name != "photos":
+        raise LattqeError("--columns belongs to the photos preset: other features are used whole")
+    if name == "photos":
+        return photos_run(data, folder, model, columns or PHOTO_COLUMNS)
+    if name == "revisited":
+        return revisited_run(data, model)
+    if data is not None:
+        raise LattqeError("the synthetic preset makes its own data: leave --data out")
+    return synthetic_run(folder, all_methods(model))

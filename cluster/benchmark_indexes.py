@@ -1,0 +1,149 @@
+"""The databases that a benchmark searches: as they are, with distractors, augmented; made where they are missing.
+
+In the run's folder, `joined/` holds rows with their distractors, `graphs/` their neighbors and `indexes/` their
+augmentations, each named by what it depends on. Graphs stay, because all methods share them, and the graph of the
+distractors alone is computed once for all data sets; an augmentation is removed when its cells are measured.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from cluster.augmentation import (
+    Augmentation,
+    begin_index,
+    default_workers,
+    run_augmentation,
+    run_augmentation_here,
+    worker_resources,
+)
+from cluster.graph import begin_graph, run_graph
+from cluster.graph_cut import agree_on_cut
+from cluster.graph_plan import check_sets, plan_graph
+from cluster.graph_worker import GraphTask
+from cluster.shards import ShardedIndex
+from lattqe.benchmark.cells import method_of
+from lattqe.benchmark.small import SmallIndex
+from lattqe.benchmark.spec import Setting
+from lattqe.expansion.rows import shares
+from lattqe.search import Index
+from lattqe.search.stored import publish_graph
+from lattqe.store import FeatureSet, NeighborGraph, open_place
+from lattqe.store.join import stack_features
+from lattqe.store.manifest import canonical_json
+
+# Below this, one process is done before the workers of a cluster have started.
+ROWS_HERE = 50_000
+
+Tell = Callable[[str], None]
+
+
+class Indexes:
+    """Opens the index of some rows for as long as its cells are being measured."""
+
+    def __init__(self, folder: str, models: dict[str, str], workers: int | None, shards: int | None,
+                 tell: Tell) -> None:
+        self.folder, self.models, self.workers, self.shards, self.tell = folder, models, workers, shards, tell
+        self.costs = open_place(f"{folder}/costs")
+
+    @contextmanager
+    def original(self, database: FeatureSet, distractors: FeatureSet | None) -> Iterator[Index]:
+        """The rows as they are."""
+        with self._open([each.uri for each in (database, distractors) if each is not None]) as index:
+            yield index
+
+    @contextmanager
+    def augmented(self, key: str, database: FeatureSet, distractors: FeatureSet | None, dba: Setting,
+                  graph_k: int) -> Iterator[Index]:
+        """The rows expanded from their neighbors; `key` names the result, `graph_k` is how long the graph is to be."""
+        features = database
+        if distractors is not None:
+            joined = f"{self.folder}/joined/{database.digest[:16]}-{distractors.digest[:16]}"
+            features = stack_features([database, distractors], joined)
+        started = time.perf_counter()
+        graph = self._graph(database, distractors, features, min(graph_k, features.rows - 1))
+        found = time.perf_counter()
+        to = f"{self.folder}/indexes/{key}-{graph.k}"
+        self._augment(features, graph, dba, to)
+        if not self.costs.exists(f"{key}.json"):
+            seconds = {"graph": found - started, "augment": time.perf_counter() - found}
+            self.costs.write(f"{key}.json", canonical_json(seconds))
+        with self._open([to]) as index:
+            yield index
+        open_place(to).delete_tree()
+
+    def seconds(self, key: str) -> dict[str, float] | None:
+        """What graph and augmentation took; the graph counts for whoever needed it first."""
+        return json.loads(self.costs.read(f"{key}.json")) if self.costs.exists(f"{key}.json") else None
+
+    @contextmanager
+    def _open(self, uris: list[str]) -> Iterator[Index]:
+        """An exact index of some rows: in shards, or here where starting them would cost more than searching."""
+        sets = [FeatureSet.open(uri) for uri in uris]
+        if self.shards is None and sum(each.rows for each in sets) <= ROWS_HERE:
+            yield SmallIndex(np.concatenate([each.read() for each in sets]))
+            return
+        with ShardedIndex(uris, self.shards) as index:
+            yield index
+
+    def _here(self, rows: int) -> bool:
+        return self.workers is None and rows <= ROWS_HERE
+
+    def _graph(self, database: FeatureSet, distractors: FeatureSet | None, features: FeatureSet,
+               k: int) -> NeighborGraph:
+        """The graph of all rows; on Ray that of the distractors is computed once and the database merged into it."""
+        to = f"{self.folder}/graphs/{features.digest[:16]}-{k}"
+        self.tell(f"graph of {features.rows:,} rows")
+        if self._here(features.rows):
+            return publish_graph(features, k, to)
+        if distractors is None or distractors.rows <= k:
+            return self._graph_on_ray(GraphTask(features.uri, to, k))
+        known = f"{self.folder}/graphs/{distractors.digest[:16]}-{k}"
+        self._graph_on_ray(GraphTask(distractors.uri, known, k))
+        return self._graph_on_ray(GraphTask(database.uri, to, k, distractors.uri, known))
+
+    def _graph_on_ray(self, task: GraphTask) -> NeighborGraph:
+        check_sets(task)
+        pending = begin_graph(task)
+        if pending.missing():
+            plan = plan_graph(task, self.workers)
+            cut = agree_on_cut(pending.place, plan.cut)
+            done = 0
+
+            def advance(products: int) -> None:
+                nonlocal done
+                done += products
+                self.tell(f"graph of {plan.rows:,} rows, {100 * done / plan.products:.0f} %")
+
+            run_graph(replace(task, threads=plan.threads), cut, plan.workers, advance, resources=plan.resources)
+        pending.finish()
+        return NeighborGraph.open(task.to)
+
+    def _augment(self, features: FeatureSet, graph: NeighborGraph, dba: Setting, to: str) -> None:
+        """Expand all rows of a set, in this process or on Ray."""
+        params = dict(dba.params) | ({"dba": True} if dba.method == "lattqe" else {})
+        task = Augmentation(features.uri, graph.uri, to, dba.method, dba.k, params, threads=torch.get_num_threads(),
+                            share=shares(method_of(dba, dba=True), features.rows))
+        inputs = {"features": features.as_input(), "neighbors": graph.as_input()}
+        if "model" in params:
+            inputs["model"] = {"uri": params["model"], "digest": self.models[params["model"]], "kind": "model"}
+        pending = begin_index(task, inputs)
+        done = 0
+
+        def advance(rows: int) -> None:
+            nonlocal done
+            done += rows
+            self.tell(f"{dba.method} augments {done:,} of {features.rows:,} rows")
+
+        advance(0)
+        if self._here(features.rows):
+            run_augmentation_here(task)
+        else:
+            workers = self.workers or default_workers()
+            run_augmentation(replace(task, threads=1), workers, advance, resources=worker_resources())
+        pending.finish()

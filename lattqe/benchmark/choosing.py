@@ -1,0 +1,135 @@
+"""Which cells a run needs, in which order, and which setting of each method its table shows."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lattqe.benchmark.cells import Cell, Measured, largest_k
+from lattqe.benchmark.spec import Dataset, Method, Run, Setting
+from lattqe.evaluation import Scores
+
+# The paper reports Medium and Hard, because Easy is saturated; the label protocol has one setup.
+LEFT_OUT = ("easy",)
+
+Lookup = Callable[[Cell], Measured]
+Pair = tuple[Setting | None, Setting]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of Table 3: a method with the setting that was chosen for it, and how it was chosen."""
+
+    kind: str  # "none", "qe" or "dba+qe"
+    method: str
+    label: str
+    dba: Setting | None
+    qe: Setting | None
+    choose: str
+
+    def cell(self, dataset: Dataset, distractors: str | None = None) -> Cell:
+        """The cell of this row for a data set."""
+        return Cell(dataset.name, distractors, self.dba, self.qe)
+
+
+NO_EXPANSION = Row("none", "none", "no expansion", None, None, "fixed")
+
+
+def reported(scores: Sequence[Scores]) -> list[Scores]:
+    """The setups that tables show and means are taken over."""
+    return [one for one in scores if one.setup not in LEFT_OUT]
+
+
+def mean_map(lookup: Lookup, datasets: Sequence[Dataset], dba: Setting | None, qe: Setting | None) -> float:
+    """Mean mAP in percent over all reported setups of some data sets, without distractors."""
+    values = [one.mean_ap for dataset in datasets
+              for one in reported(lookup(Cell(dataset.name, None, dba, qe)).scores)]
+    return 100 * float(np.mean(values))
+
+
+def judges(run: Run, method: Method) -> list[Dataset]:
+    """The data sets that decide the settings of a method."""
+    return run.datasets_of("validation" if method.choose == "validation" else "test")
+
+
+def qe_row(run: Run, lookup: Lookup, method: Method) -> Row:
+    """The line of a method for queries against the original database."""
+    pairs: list[Pair] = [(None, setting) for setting in method.qe_settings()]
+    return _best(run, lookup, method, "qe", method.label, pairs, grid=len(pairs) > 1)
+
+
+def dba_row(run: Run, lookup: Lookup, method: Method) -> Row:
+    """The line of a method for queries and database, with the parameters that were settled for queries."""
+    pairs = dba_pairs(run, lookup, method)
+    grid = len(pairs) > 1 or len(method.variants()) > 1
+    return _best(run, lookup, method, "dba+qe", method.dba_label, pairs, grid)
+
+
+def dba_pairs(run: Run, lookup: Lookup, method: Method) -> list[Pair]:
+    """The settings of database and queries to choose from."""
+    settled = qe_row(run, lookup, method).qe if len(method.variants()) > 1 else method.qe_settings()[0]
+    return list(method.dba_settings(settled.params)) if settled is not None else []
+
+
+def _best(run: Run, lookup: Lookup, method: Method, kind: str, label: str, pairs: Sequence[Pair], grid: bool) -> Row:
+    choose = method.choose if grid or method.choose == "model" else "fixed"
+    if len(pairs) == 1:
+        return Row(kind, method.method, label, *pairs[0], choose)
+    # The first of equals: a function of the grid's order, not of rounding in some sort.
+    best = max(pairs, key=lambda pair: mean_map(lookup, judges(run, method), *pair))
+    return Row(kind, method.method, label, *best, choose)
+
+
+def choose_rows(run: Run, lookup: Lookup) -> list[Row]:
+    """All lines of Table 3: no expansion, queries, database and queries."""
+    return [NO_EXPANSION, *(qe_row(run, lookup, method) for method in run.methods),
+            *(dba_row(run, lookup, method) for method in run.methods if method.ndba)]
+
+
+def sweep(run: Run, row: Row) -> list[Setting]:
+    """The settings of figure 3 for one line: other numbers of neighbors, as far as the method can take them."""
+    if row.kind != "qe" or row.qe is None:
+        return []
+    most = largest_k(row.qe)
+    return [Setting(row.method, k, row.qe.params) for k in run.nqe_sweep if most is None or k <= most]
+
+
+def missing_cells(run: Run, lookup: Lookup, is_missing: Callable[[Cell], bool]) -> list[Cell]:
+    """The cells to measure next, none at the end; each step may depend on the results of those before it.
+
+    First no expansion, which tells whether the features are what they should be; then what settles the queries'
+    parameters, then the database's; then everything that is shown.
+    """
+    for step in (_plain_cells, _qe_grid, _dba_grid, _shown_cells):
+        cells = [cell for cell in dict.fromkeys(step(run, lookup)) if is_missing(cell)]
+        if cells:
+            return cells
+    return []
+
+
+def _plain_cells(run: Run, lookup: Lookup) -> Iterable[Cell]:
+    yield from (NO_EXPANSION.cell(dataset) for dataset in run.datasets_of("test"))
+
+
+def _qe_grid(run: Run, lookup: Lookup) -> Iterable[Cell]:
+    for method in run.methods:
+        settings = method.qe_settings()
+        if len(settings) > 1:
+            yield from (Cell(dataset.name, None, None, setting) for dataset in judges(run, method)
+                        for setting in settings)
+
+
+def _dba_grid(run: Run, lookup: Lookup) -> Iterable[Cell]:
+    for method in run.methods:
+        pairs = dba_pairs(run, lookup, method) if method.ndba else []
+        if len(pairs) > 1:
+            yield from (Cell(dataset.name, None, *pair) for dataset in judges(run, method) for pair in pairs)
+
+
+def _shown_cells(run: Run, lookup: Lookup) -> Iterable[Cell]:
+    rows = choose_rows(run, lookup)
+    tested = run.datasets_of("test")
+    yield from (row.cell(dataset, distractors) for dataset, distractors in run.columns() for row in rows)
+    yield from (Cell(dataset.name, None, None, setting) for dataset in tested for row in rows
+                for setting in sweep(run, row))
+    yield from (Cell(dataset.name, None, None, each.setting) for dataset in tested for each in run.ablations)

@@ -1,0 +1,182 @@
+"""Reading a run's TOML file: every key checked, nothing assumed in silence."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lattqe.benchmark.models import as_trained
+from lattqe.benchmark.spec import CHOICES, LABELS, NQE_SWEEP, ROLES, Ablation, Dataset, Distractors, Method, Run
+from lattqe.errors import LattqeError
+from lattqe.expansion import METHODS
+
+# The parameters of each method that a file may give, as one value or as a list to choose from.
+PARAMETERS: dict[str, dict[str, type]] = {"alphaqe": {"alpha": float}, "dqe": {"C": float, "negatives": int}}
+RUN_KEYS = {"title", "dataset", "distractors", "method", "ablation", "nqe_sweep", "published", "bootstrap"}
+
+
+def load_run(path: str | Path) -> Run:
+    """Read a run's TOML file; relative addresses in it are taken from its own folder."""
+    path = Path(path)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LattqeError(f"cannot read {path}: {error.strerror}: give a TOML file, or a preset") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise LattqeError(f"{path} is not valid TOML: {error}") from error
+    return parse_run(content, path.parent, str(path))
+
+
+def parse_run(content: Mapping[str, Any], folder: Path, where: str) -> Run:
+    """Make a Run of parsed TOML; unknown keys, wrong types and contradictions are refused by name."""
+    top = Entry(content, folder, where)
+    top.known(RUN_KEYS)
+    run = Run(
+        title=top.text("title", "Benchmark"),
+        datasets=tuple(_dataset(entry) for entry in top.tables("dataset")),
+        methods=tuple(_method(entry) for entry in top.tables("method")),
+        distractors=tuple(_distractors(entry) for entry in top.tables("distractors")),
+        ablations=tuple(_ablation(entry) for entry in top.tables("ablation")),
+        nqe_sweep=top.numbers("nqe_sweep", NQE_SWEEP),
+        published=top.flag("published"),
+        bootstrap=top.numbers("bootstrap", (10_000,))[0])
+    _check_run(run, where)
+    return run
+
+
+def _check_run(run: Run, where: str) -> None:
+    """Refuse what is whole in its parts but contradicts itself."""
+    if not run.datasets_of("test"):
+        raise LattqeError(f"{where}: no [[dataset]] with role 'test': there is nothing to measure")
+    if not run.methods:
+        raise LattqeError(f"{where}: no [[method]]: there is nothing to compare")
+    if any(method.choose == "validation" for method in run.methods) and not run.datasets_of("validation"):
+        raise LattqeError(f"{where}: a method is chosen on validation, but no [[dataset]] has role 'validation'")
+    names = [dataset.name for dataset in run.datasets]
+    for each in run.distractors:
+        if each.of is not None and each.of not in names:
+            raise LattqeError(f"{where}: distractors {each.name!r} are of {each.of!r}, which is no [[dataset]]")
+    columns = [f"{dataset.name}+{distractors}" for dataset, distractors in run.columns()]
+    for kind, found in (("dataset", names), ("distractors", columns), ("method", [one.label for one in run.methods]),
+                        ("ablation", [one.label for one in run.ablations])):
+        twice = sorted({name for name in found if found.count(name) > 1})
+        if twice:
+            raise LattqeError(f"{where}: two entries of [[{kind}]] are called {twice[0]!r}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One table of the file; readers of its values name the file, the key and the value they refuse."""
+
+    content: Mapping[str, Any]
+    folder: Path
+    where: str
+
+    def known(self, keys: set[str]) -> None:
+        """Refuse keys that mean nothing here."""
+        unknown = sorted(set(self.content) - keys)
+        if unknown:
+            raise LattqeError(f"{self.where}: unknown key {unknown[0]!r}: known are {', '.join(sorted(keys))}")
+
+    def tables(self, key: str) -> list["Entry"]:
+        """The tables [[key]]."""
+        entries = self.content.get(key, [])
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise LattqeError(f"{self.where}: write each {key} as a table [[{key}]]")
+        return [Entry(entry, self.folder, f"{self.where}, {key} {number}")
+                for number, entry in enumerate(entries, start=1)]
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A text that is not empty."""
+        value = self.content.get(key, default)
+        if not isinstance(value, str) or not value:
+            raise LattqeError(f"{self.where}: {key} must be a text, not {value!r}")
+        return value
+
+    def one_of(self, key: str, allowed: tuple[str, ...], default: str) -> str:
+        """One of a few words."""
+        value = self.text(key, default)
+        if value not in allowed:
+            raise LattqeError(f"{self.where}: {key} is {value!r}: use one of {', '.join(allowed)}")
+        return value
+
+    def address(self, key: str) -> str:
+        """A file or folder, relative to the run's file, or an s3:// address."""
+        value = self.text(key)
+        return value if "://" in value or Path(value).is_absolute() else str(self.folder / value)
+
+    def flag(self, key: str) -> bool:
+        """True or false; false where it is not given."""
+        value = self.content.get(key, False)
+        if not isinstance(value, bool):
+            raise LattqeError(f"{self.where}: {key} must be true or false, not {value!r}")
+        return value
+
+    def numbers(self, key: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """One whole number from 1, or a list of them."""
+        value = self.content.get(key, default)
+        values = list(value) if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in values):
+            raise LattqeError(f"{self.where}: {key} must be whole numbers from 1, not {value!r}")
+        if key in self.content and not values:
+            raise LattqeError(f"{self.where}: {key} is an empty list: give a number, or leave it out")
+        return tuple(dict.fromkeys(values))
+
+    def values(self, key: str, kind: type) -> tuple[Any, ...]:
+        """One number, or a list to choose from, as int or float."""
+        value = self.content[key]
+        values = value if isinstance(value, list) else [value]
+        allowed = int if kind is int else (int, float)
+        if not values or not all(isinstance(each, allowed) and not isinstance(each, bool) for each in values):
+            raise LattqeError(f"{self.where}: {key} must be {kind.__name__} numbers, not {value!r}")
+        return tuple(kind(each) for each in values)
+
+
+def _dataset(entry: Entry) -> Dataset:
+    entry.known({"name", "database", "queries", "truth", "role"})
+    truth = "labels" if entry.text("truth", "labels") == "labels" else entry.address("truth")
+    return Dataset(entry.text("name"), entry.address("database"), entry.address("queries"), truth,
+                   entry.one_of("role", ROLES, "test"))
+
+
+def _distractors(entry: Entry) -> Distractors:
+    entry.known({"name", "features", "of"})
+    of = entry.text("of") if "of" in entry.content else None
+    return Distractors(entry.text("name"), entry.address("features"), of)
+
+
+def _ablation(entry: Entry) -> Ablation:
+    entry.known({"label", "model", "nqe"})
+    model = entry.address("model")
+    nqe = entry.numbers("nqe") or as_trained(model).nqe
+    if len(nqe) > 1:
+        raise LattqeError(f"{entry.where}: nqe must be one number, not {list(nqe)}")
+    return Ablation(entry.text("label"), model, nqe[0])
+
+
+def _method(entry: Entry) -> Method:
+    name = entry.one_of("method", tuple(METHODS), "")
+    own = PARAMETERS.get(name, {})
+    keys = {"method", "label", "choose", "nqe", "ndba", "nqe_with_dba", *own}
+    entry.known(keys | {"model"} if name == "lattqe" else keys)
+    label = entry.text("label", LABELS[name])
+    if name == "lattqe" and "nqe" not in entry.content:
+        for key in ("choose", "ndba", "nqe_with_dba"):
+            if key in entry.content and entry.content[key] != "model":
+                raise LattqeError(f"{entry.where}: {key} without nqe: give nqe too, or neither, to take what the "
+                                  "model's training chose")
+        return as_trained(entry.address("model"), label)
+    choose = entry.one_of("choose", CHOICES[:-1], "fixed")
+    nqe, ndba = entry.numbers("nqe"), entry.numbers("ndba")
+    if not nqe:
+        raise LattqeError(f"{entry.where}: method {name!r} needs nqe, the number of neighbors for queries")
+    params = {key: entry.values(key, kind) for key, kind in own.items() if key in entry.content}
+    if name == "lattqe":
+        params["model"] = (entry.address("model"),)
+    method = Method(name, label, choose, nqe, ndba, entry.numbers("nqe_with_dba", nqe) if ndba else (), params)
+    if choose == "fixed" and max(len(method.qe_settings()), len(method.dba_settings(method.variants()[0]))) > 1:
+        raise LattqeError(f"{entry.where}: method {label!r} is fixed but has several settings: give one, or set choose "
+                          "to 'validation' or 'test'")
+    return method
+
