@@ -115,13 +115,14 @@ class AugmentWorker:
 
         with self.timed("reading"):
             I, D = self.graph.gather(rows)  # noqa: E741
-            I, D = I[:, :self.task.k], D[:, :self.task.k]  # noqa: E741
+            depth = self.method.depth(self.task.k)
+            I, D = I[:, :depth], D[:, :depth]  # noqa: E741
             x = self.features.gather(rows)
         with self.timed("expanding"):
             negatives = self.lowest(x, I, rows) if self.method.negatives else None
             shared = (self.table(), rows) if self.task.share else None
             self.expanded += len(rows)
-            vectors = expand_rows(self.method, x, I, D, self.features.gather, negatives, shared)
+            vectors = expand_rows(self.method, x, I, D, self.features.gather, negatives, shared, self.task.k)
         return vectors.astype(self.features.dtype)
 
     def lowest(self, x: np.ndarray, I: np.ndarray, rows: np.ndarray) -> np.ndarray:  # noqa: E741
