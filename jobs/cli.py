@@ -32,11 +32,19 @@ VERBS = (
          "lattqe neighbors features -k 64 --to graph"),
     Verb("train", "jobs.train", "labelled feature sets → a model",
          "lattqe train features --val held-out --preset photos --to model"),
+    Verb("augment", "jobs.augment", "a feature set → its augmented index",
+         "lattqe augment features --model model --to index"),
+    Verb("append", "jobs.append", "rows join or leave an augmented index", "lattqe append index new-rows --to index2"),
     Verb("search", "jobs.search", "queries → their best rows, expanded if asked",
          "lattqe search index queries -k 100 --expand lattqe --model model --to ranks"),
+    Verb("ablate", "jobs.ablate", "what each part of a model is worth",
+         "lattqe ablate features --val held-out --preset photos --to ablations"),
     Verb("info", "jobs.info", "what a stored thing is, and what made it", "lattqe info features"),
     Verb("verify", "jobs.verify", "check every checksum and every invariant", "lattqe verify features"),
     Verb("export", "jobs.export", "a feature set → .npy, .fvecs or faiss", "lattqe export features --to index.faiss"),
+    Verb("doctor", "jobs.doctor", "check every node of a cluster, and the storage", "lattqe doctor s3://bucket/prefix"),
+    Verb("submit", "jobs.submit", "run any of these on a cluster",
+         "lattqe submit -- augment s3://b/features --model s3://b/model --to s3://b/index"),
 )
 
 
