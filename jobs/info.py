@@ -1,6 +1,7 @@
 """Say what a stored thing is, what is in it, and what made it."""
 
 import json as json_text
+from math import isfinite, prod
 from typing import Annotated, Any
 
 import typer
@@ -53,6 +54,8 @@ def sample(thing: Any) -> list[dict[str, Any]]:
 def _shortened(value: Any) -> Any:
     if isinstance(value, list):
         return [round(item, 5) if isinstance(item, float) else item for item in value[:SHOWN_VALUES]]
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)  # JSON has no such numbers
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
@@ -84,8 +87,6 @@ def _lines(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def _parameters(tensors: dict[str, Any]) -> int:
-    from math import prod
-
     return sum(prod(tensor["shape"]) for tensor in tensors.values())
 
 

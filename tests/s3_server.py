@@ -38,15 +38,16 @@ class S3Server:
         ports = [f"-{name}.port={port}" for name, port in self._ports.items()]
         with open(self.folder / "server.log", "ab") as log:
             self._process = subprocess.Popen(
-                [_weed(), "mini", f"-dir={self.folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *ports,
-                 f"-bucket={BUCKET}", "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
+                [_weed(), f"-logdir={self.folder}", "mini", f"-dir={self.folder / 'data'}", f"-bucket={BUCKET}",
+                 "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *ports,
+                 "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
                  "-master.telemetry=false", "-s3.allowDeleteBucketNotEmpty=false", "-s3.autoCreateBucket=false"],
                 env={**os.environ, **self.environment}, stdout=log, stderr=log, cwd=self.folder)
-        client = self.client()
+        client = self.client(read_timeout=2)  # a PUT that comes too early hangs for 20 s, and so do all to its key
         deadline = time.monotonic() + 60
         while True:
             try:
-                client.put_object(Bucket=BUCKET, Key="ready", Body=b"ready")
+                client.put_object(Bucket=BUCKET, Key=f"ready/{secrets.token_hex(6)}", Body=b"ready")
                 return self
             except (BotoCoreError, ClientError):
                 if time.monotonic() > deadline or self._process.poll() is not None:
@@ -61,11 +62,12 @@ class S3Server:
             self._process.wait()
             self._process = None
 
-    def client(self):
+    def client(self, read_timeout: float = 30):
         """A plain boto3 client for looking behind the scenes."""
         return boto3.client("s3", endpoint_url=self.endpoint, aws_access_key_id=ACCESS_KEY,
                             aws_secret_access_key=SECRET_KEY, region_name="us-east-1",
-                            config=Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=30))
+                            config=Config(retries={"total_max_attempts": 1}, connect_timeout=2,
+                                          read_timeout=read_timeout))
 
     def fresh_uri(self) -> str:
         """A prefix nobody else uses."""

@@ -1,6 +1,7 @@
 """Claiming a destination: `_work/plan.json` says what is being made there, so that two different makers never mix."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -9,6 +10,7 @@ from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.store.manifest import NAME, PLAN, WORK, Manifest, canonical_json, find_manifest, parse_json, plain_json
 from lattqe.store.place import MissingFileError, Place
 
+PARALLEL_DELETES = 8
 KEYS = {"kind": str, "fields": dict, "config": dict, "inputs": dict, "part_rows": list | None, "code_version": str}
 
 
@@ -93,9 +95,11 @@ def publish_manifest(place: Place, manifest: Manifest) -> Manifest:
 
 def clean_up(place: Place) -> None:
     """Remove the traces of the work: the claim goes last, so that a killed clean-up is found again."""
-    leftovers = [name for name in place.sizes() if name.startswith(WORK)]
-    for name in sorted(leftovers, key=lambda name: name == PLAN):
-        place.delete(name)
+    leftovers = [name for name in place.list() if name.startswith(WORK)]
+    with ThreadPoolExecutor(PARALLEL_DELETES) as pool:
+        list(pool.map(place.delete, [name for name in leftovers if name != PLAN]))
+    if PLAN in leftovers:
+        place.delete(PLAN)
     with suppress(LattqeError):  # tidiness is no reason to fail, and may not be permitted
         place.sweep()
 

@@ -25,6 +25,7 @@ _REASONS = {
     errno.EFBIG: "the file would be larger than this process or file system allows",
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied, or the file system has no hard links",
+    errno.EOPNOTSUPP: "the file system lacks hard links, which exclusive writing needs",
     errno.EROFS: "the file system is read-only",
     errno.ENOTDIR: "a file stands where a folder is needed",
     errno.EISDIR: "it is a folder, not a file",
@@ -65,14 +66,14 @@ class LocalPlace(Place):
     def sizes(self) -> dict[str, int]:
         """Relative name -> bytes, recursively; empty where there is no folder."""
         found: dict[str, int] = {}
-        if self.path.exists() and not self.path.is_dir():
-            raise LattqeError(f"cannot list {self.path}: it is a file, not a folder")
 
         def fail(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):
                 raise error
 
         with explained("list", self.path):
+            if self.path.exists() and not self.path.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "")
             for folder, _, names in os.walk(self.path, onerror=fail):
                 for name in names:
                     path = Path(folder, name)

@@ -17,7 +17,7 @@ from lattqe.store.parts import checksum, load_part
 from lattqe.store.place import MissingFileError, Place, open_place
 from lattqe.store.tables import decode_part, encode_part, schema_columns, schema_of
 
-PARALLEL_CHECKS = 4
+PARALLEL_CHECKS = 8
 
 
 def part_name(number: int) -> str:
@@ -126,22 +126,24 @@ class Pending:
 
     def finish(self) -> Manifest:
         """Publish the manifest when all parts are there; the same one whoever of several drivers comes first."""
-        if self.finished is not None:
-            return self.finished
-        there = find_manifest(self.place)  # another driver of the same plan was faster
-        if there is None:
-            try:
-                parts = tuple(self._receipt(number) for number in range(len(self.part_rows)))
-            except MissingFileError:
-                parts = ()
-            sizes = self.place.sizes()
-            lacking = [part.name for part in parts if sizes.get(part.name) != part.bytes]
-            if not parts or lacking:
-                there = find_manifest(self.place)
-                if there is None:
-                    raise LattqeError(f"{self.uri} is not complete: {len(self.missing())} parts are still to make")
-        if there is None:
-            there = Manifest(self.plan["kind"], sum(self.part_rows), parts, self.plan["fields"], self.plan["config"],
-                             self.plan["inputs"])
-        self.finished = publish_manifest(self.place, there)
+        if self.finished is None:
+            self.finished = publish_manifest(self.place, find_manifest(self.place) or self._assemble())
         return self.finished
+
+    def _assemble(self) -> Manifest:
+        """The manifest out of the receipts; where another driver finishes meanwhile and clears them away, its own."""
+        numbers = range(len(self.part_rows))
+        try:
+            with ThreadPoolExecutor(PARALLEL_CHECKS) as pool:
+                parts = tuple(pool.map(self._receipt, numbers))
+            sizes = self.place.sizes()
+            complete = all(sizes.get(part.name) == part.bytes for part in parts)
+        except (MissingFileError, CorruptDataError):
+            complete = False
+        if complete:
+            return Manifest(self.plan["kind"], sum(self.part_rows), parts, self.plan["fields"], self.plan["config"],
+                            self.plan["inputs"])
+        finished = find_manifest(self.place)
+        if finished is None:
+            raise LattqeError(f"{self.uri} is not complete: {len(self.missing())} parts are still to make")
+        return finished

@@ -24,7 +24,7 @@ TRANSIENT_STATUS = {408, 409, 429, 500, 502, 503, 504}
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-PAUSE_TOLD = FIRST_PAUSE * 2**4  # a hiccup is nobody's business, a silence of some seconds is
+PAUSE_TOLD = FIRST_PAUSE * 2**3  # a hiccup is nobody's business, a longer silence is
 
 
 class TransientError(Exception):

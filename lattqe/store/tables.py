@@ -182,7 +182,7 @@ def decode_part(data: pa.Buffer, columns: list[dict[str, str]], rows: int, where
         reader = pa.ipc.open_file(pa.BufferReader(data))
         batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
         if batch is not None:
-            batch.validate()
+            _validate(batch)
     except (pa.ArrowException, OSError) as error:
         raise CorruptDataError(f"{where} is not a readable Arrow file: {error}") from error
     if batch is None or batch.num_rows != rows:
@@ -190,6 +190,16 @@ def decode_part(data: pa.Buffer, columns: list[dict[str, str]], rows: int, where
     if schema_columns(batch.schema) != columns:
         raise CorruptDataError(f"{where} has other columns than its manifest says: {batch.schema.names}")
     return batch
+
+
+def _validate(batch: pa.RecordBatch) -> None:
+    """Raise an ArrowException where following the columns could lead out of the buffer, or where a value is missing."""
+    batch.validate()
+    for column, values in zip(batch.schema, batch.columns):
+        if not pa.types.is_fixed_size_list(column.type):
+            values.validate(full=True)  # offsets and texts; numbers need no such look
+        elif values.null_count or values.values.null_count:
+            raise pa.ArrowInvalid(f"column {column.name!r} has missing values")
 
 
 def part_row_counts(rows: int, bytes_per_row: int, part_bytes: int = DEFAULT_PART_BYTES) -> list[int]:

@@ -1,12 +1,19 @@
-"""Whether millions of ids are unique, in 16 bytes for each: 128-bit hashes, sorted once at the end."""
+"""Whether ids can be ids, and whether millions of them are unique: in 16 bytes for each, sorted once at the end."""
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 
 
+def bad_ids(ids: pa.Array) -> np.ndarray:
+    """Which ids (n,) are missing, empty, or hold a line break: ids are exported as lines."""
+    bad = pc.or_kleene(pc.equal(pc.binary_length(ids), 0), pc.match_substring_regex(ids, "[\r\n]"))
+    return pc.fill_null(bad, True).to_numpy(zero_copy_only=False)
+
+
 class IdRegister:
-    """Collects ids row by row and finds those that came twice."""
+    """Collects the 128-bit hashes of ids row by row and finds those that came twice."""
 
     def __init__(self) -> None:
         self._chunks: list[np.ndarray] = []

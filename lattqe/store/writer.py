@@ -26,7 +26,7 @@ from lattqe.store.tables import (
     schema_columns,
     string_column,
 )
-from lattqe.store.unique import IdRegister
+from lattqe.store.unique import IdRegister, bad_ids
 
 # Values converted in one go: what the writer needs does not depend on how much comes at once.
 APPEND_VALUES = 4 << 20
@@ -65,6 +65,7 @@ class FeatureWriter:
         self.uri = self.place.uri
         there = claim(self.place, self._plan)
         self.finished = None if there is None else FeatureSet(self.place, there)
+        self._there = set(self.place.list())
 
     def append(self, vectors: np.ndarray, ids: Sequence[str], labels: np.ndarray | None = None,
                extra: Mapping[str, Any] | None = None) -> None:
@@ -134,14 +135,20 @@ class FeatureWriter:
         self._held, self._held_bytes = [], 0
         data = encode_part(table, self._schema)
         part = Part(part_name(len(self._parts)), table.num_rows, data.size, checksum(data))
-        try:
-            self.place.create(part.name, data)
-            self._created.append(part.name)
-        except AlreadyExistsError:  # of a killed run, or of a twin at work: the same bytes, or it is refused
-            if self.place.size(part.name) != part.bytes or checksum(self.place.fetch(part.name)) != part.checksum:
-                raise AlreadyExistsError(f"{self.uri}/{part.name} holds other rows: another writer is at work there, "
-                                         "or one was stopped: choose another destination or delete it") from None
+        new = part.name not in self._there and self._create(part.name, data)
+        # What is there is of a killed run or of a twin at work: the same, or refused. Nothing is ever overwritten.
+        if not new and checksum(self.place.fetch(part.name)) != part.checksum:
+            raise AlreadyExistsError(f"{self.uri}/{part.name} holds other rows: another writer is at work there, "
+                                     "or one was stopped: choose another destination or delete it")
         self._parts.append(part)
+
+    def _create(self, name: str, data: pa.Buffer) -> bool:
+        try:
+            self.place.create(name, data)
+        except AlreadyExistsError:
+            return False
+        self._created.append(name)
+        return True
 
     def close(self) -> FeatureSet:
         """Write the rest and publish the set."""
@@ -177,8 +184,9 @@ class FeatureWriter:
         """Give up: remove what this writer put there."""
         for name in self._created:
             self.place.delete(name)
-        self.place.delete(PLAN)
-        self.place.remove_if_empty()
+        if set(self.place.list()) <= {PLAN}:  # else the claim is also that of a twin, or of a run to be continued
+            self.place.delete(PLAN)
+            self.place.remove_if_empty()
 
     def __enter__(self) -> "FeatureWriter":
         return self
@@ -203,10 +211,9 @@ class FeatureWriter:
 
 
 def _id_column(ids: Sequence[str], first_row: int) -> pa.Array:
-    """Ids as an Arrow column: texts, not empty, without line breaks (they are exported as lines)."""
+    """Ids as an Arrow column; LattqeError names the first that cannot be one."""
     column = string_column(ids)
-    bad = pc.or_kleene(pc.equal(pc.binary_length(column), 0), pc.match_substring_regex(column, "[\r\n]"))
-    wrong = np.flatnonzero(pc.fill_null(bad, True).to_numpy(zero_copy_only=False))
+    wrong = np.flatnonzero(bad_ids(column))
     if len(wrong):
         raise LattqeError(f"the id of row {first_row + wrong[0]} is empty or holds a line break: "
                           f"{column[int(wrong[0])].as_py()!r}")
