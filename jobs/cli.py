@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
 
 from jobs.console import EXIT_BAD_INPUT, guarded, screen
 from lattqe import __version__
@@ -50,15 +49,11 @@ VERBS = (
 
 def show_help() -> None:
     """Print the verbs with one line and one example each."""
-    out = Console(highlight=False)
-    out.print("Usage: lattqe VERB ...      (lattqe VERB --help for its options; lattqe --version)\n")
+    out = Console(highlight=False, soft_wrap=True)
+    out.print("Usage: lattqe VERB ...   (lattqe VERB --help for its options; lattqe --version)\n")
     out.print("Learned query expansion and database-side augmentation for image retrieval, at cluster scale.\n")
-    table = Table(box=None, padding=(0, 2), header_style="bold")
-    for heading in ("verb", "what it does", "example"):
-        table.add_column(heading, no_wrap=heading == "verb")
     for verb in VERBS:
-        table.add_row(verb.name, verb.line, verb.example)
-    out.print(table)
+        out.print(f"  [bold]{verb.name:<10}[/bold] {verb.line}\n             [dim]{verb.example}[/dim]")
 
 
 def main() -> None:

@@ -1,0 +1,54 @@
+"""The `lattqe` command: every verb is there, runs by itself, and says what is wrong in one line."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import typer.main
+
+from jobs import cli
+from lattqe import __version__
+
+
+def call(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["lattqe", *arguments])
+    cli.main()
+
+
+def test_help_shows_every_verb_with_line_and_example(monkeypatch, capsys):
+    call(monkeypatch, "--help")
+    shown = capsys.readouterr().out
+    for verb in cli.VERBS:
+        assert verb.line in shown
+        assert verb.example in shown
+
+
+def test_version(monkeypatch, capsys):
+    call(monkeypatch, "--version")
+    assert capsys.readouterr().out.strip() == f"lattqe {__version__}"
+
+
+def test_an_unknown_verb_is_refused_with_a_hint(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        call(monkeypatch, "agument")
+    assert ended.value.code == 2
+    assert "did you mean 'augment'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", cli.VERBS, ids=lambda verb: verb.name)
+def test_examples_are_understood_and_modules_run_by_themselves(verb):
+    module = importlib.import_module(verb.module)
+    assert module.__doc__
+    command = typer.main.get_command(module.app)
+    _, name, *arguments = verb.example.split()
+    assert name == verb.name
+    command.make_context(name, arguments)
+
+
+def test_a_verb_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "jobs.info", "nowhere"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error:")
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
