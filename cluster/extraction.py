@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from cluster.blocks import BlockSummary, run_blocks
+from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
 from cluster.session import gpus_available, require_resources
 from lattqe.errors import LattqeError
 from lattqe.extraction.encoder import EncoderSpec, open_encoder
@@ -19,6 +19,7 @@ from lattqe.store import Pending, open_place
 
 # A worker has one block at the network and the next one decoding its first images.
 BLOCKS_AT_ONCE = 2
+POLICY = BlockPolicy(window=BLOCKS_AT_ONCE, start_timeout=600.0)  # a worker reads the whole network first
 DECODING_THREADS = {"cpu": 2, "cuda": 4}
 
 
@@ -63,6 +64,10 @@ def plan_workers(wanted: int | None, device: str = "auto") -> Workers:
 
     A network on one thread beside another beats one on two threads: nothing is waited for at the end of each layer.
     """
+    if wanted is not None and wanted < 1:
+        raise LattqeError(f"--workers {wanted} must be at least 1")
+    if device not in ("auto", "cpu", "cuda"):
+        raise LattqeError(f"device {device!r} is not auto, cpu or cuda")
     gpus = 0 if device == "cpu" else gpus_available()
     if device == "cuda" and not gpus:
         raise LattqeError("device 'cuda' asked for, but the cluster has no GPU: use --device cpu")
@@ -109,4 +114,4 @@ def extract_blocks(task: ExtractionTask, workers: Workers, blocks: list[int],
     def make_worker(number: int) -> Any:
         return actor.remote(task, workers.device, workers.cpus)
 
-    return run_blocks(make_worker, count, blocks, on_done=lambda _, report: on_done(report))
+    return run_blocks(make_worker, count, blocks, on_done=lambda _, report: on_done(report), policy=POLICY)

@@ -10,11 +10,13 @@ from jobs.console import command, human_bytes, print_json, progress_bar, run, sh
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from cluster.extraction import Workers
     from lattqe.extraction.encoder import EncoderSpec
     from lattqe.extraction.image import Framing
     from lattqe.extraction.sources import ImageList
-    from lattqe.extraction.stage import DescribedImages, Destination
+    from lattqe.extraction.stage import Destination
     from lattqe.store import Manifest
 
 PROBE_SIDE = 224  # the size that most encoders were made at
@@ -50,34 +52,43 @@ def main(
 
     Example: lattqe extract photos --checkpoint gl18-tl-resnet101-gem-w.pth --to features
     """
+    import numpy as np
+
     from cluster.extraction import plan_workers
     from cluster.session import ray_session
-    from lattqe.extraction.encoder import EncoderSpec
+    from lattqe.extraction.encoder import EncoderSpec, find_hook_folder
     from lattqe.extraction.image import Framing
     from lattqe.extraction.multiscale import parse_scales
-    from lattqe.extraction.stage import DescribedImages
+    from lattqe.extraction.sources import folder_labels
     from lattqe.store.tables import check_dtype
 
     if queries and gnd is None:
         raise LattqeError("--queries needs --gnd, which names them and their crops")
     listed, inputs = _list(images, root, gnd, queries, to)
     tolerated = bad_limit(max_bad or ("0.1" if gnd is None else "0"), len(listed))
-    spec = EncoderSpec(_absolute(checkpoint), encoder, _rgb(mean, "--mean"), _rgb(std, "--std"))
+    spec = EncoderSpec(_absolute(checkpoint), encoder, find_hook_folder(encoder) if encoder else None,
+                       _rgb(mean, "--mean"), _rgb(std, "--std"))
     settings = Settings(spec, Framing(size, center_crop, exif, max_pixels),
                         parse_scales(scales or ("1" if center_crop else "1,0.7071,1.4142")), batch, check_dtype(dtype))
     config = {"crop": "bbx, at the scale of the full image" if queries else None,
               "labels": "top folders" if labels_from_folders else None}
+    labels = np.array(folder_labels(listed)) if labels_from_folders else None
     destination = _prepare(settings, to, config, inputs)
     finished = destination.find_finished()
     if finished is None:
         pending = destination.begin(listed)
         blocks = pending.missing()
-        if blocks:
-            with ray_session(address):
-                _describe(settings, destination, listed, pending.part_rows, blocks, plan_workers(workers, device),
-                          tolerated)
-        pending.finish()
-        finished = _publish(destination, DescribedImages.open(destination.stage_uri), listed, tolerated)
+        try:
+            if blocks:
+                with ray_session(address):
+                    _describe(settings, destination, listed, pending.part_rows, blocks,
+                              plan_workers(workers, device), tolerated)
+            pending.finish()
+            finished = _publish(destination, listed, labels, tolerated)
+        except LattqeError:
+            finished = destination.find_finished()  # a twin of this run may have published and cleared up meanwhile
+            if finished is None:
+                raise
     show_table("features", {"at": to, "rows": finished.rows, "dim": destination.dim,
                             "skipped": f"{finished.config['skipped']}, listed in skipped.csv",
                             "bytes": human_bytes(finished.total_bytes)})
@@ -93,6 +104,10 @@ class Settings:
     scales: tuple[float, ...]
     batch: int
     dtype: str
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise LattqeError(f"--batch {self.batch} must be at least 1")
 
 
 def _absolute(path: str | None) -> str | None:
@@ -194,21 +209,20 @@ def _check_bad(bad: list[tuple[str, str]], images: int, tolerated: int, where: s
                           f"{where}: mend them, or run again with a higher --max-bad to continue from here")
 
 
-def _publish(destination: "Destination", described: "DescribedImages", listed: "ImageList",
+def _publish(destination: "Destination", listed: "ImageList", labels: "np.ndarray | None",
              tolerated: int) -> "Manifest":
     """Gather the blocks into the feature set, unless too many images were bad."""
     import numpy as np
 
-    from lattqe.extraction.sources import folder_labels
-    from lattqe.extraction.stage import SKIPPED_NAME, find_skipped, merge
+    from lattqe.extraction.stage import SKIPPED_NAME, DescribedImages, find_skipped, merge
     from lattqe.store import open_place
 
+    described = DescribedImages.open(destination.stage_uri)
     skipped = find_skipped(described)
     bad = [(identifier, reason) for _, identifier, reason in skipped.rows]
     if len(bad) > tolerated:
-        open_place(destination.uri).write(SKIPPED_NAME, skipped.to_csv())
-        _check_bad(bad, len(listed), tolerated, f", all listed in {destination.uri}/{SKIPPED_NAME}")
-    labels = np.array(folder_labels(listed)) if destination.config["labels"] else None
+        open_place(destination.stage_uri).write(SKIPPED_NAME, skipped.to_csv())
+        _check_bad(bad, len(listed), tolerated, f", all listed in {destination.stage_uri}/{SKIPPED_NAME}")
     crops = None
     if destination.config["crop"]:
         crops = np.array([entry.box or (0, 0, 0, 0) for entry in listed.entries()], dtype=np.float32)

@@ -1,6 +1,7 @@
 """What turns pixels into vectors: a published ResNet-GeM, a torch.export or TorchScript file, or a Python function."""
 
 import importlib
+import importlib.util
 import inspect
 import io
 import os
@@ -8,6 +9,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ class EncoderSpec:
 
     checkpoint: str | None = None  # a file on disk or S3: .pth (published layouts), torch.export, TorchScript
     hook: str | None = None  # module:function; the function takes a torch.device and returns the encoder
+    hook_folder: str | None = None  # where the module was found: workers on this machine look there too
     mean: tuple[float, ...] | None = None  # of the input's R, G, B in 0..1; by default what the encoder says
     std: tuple[float, ...] | None = None
 
@@ -77,7 +80,7 @@ class Encoder:
 def open_encoder(spec: EncoderSpec, device: torch.device) -> Encoder:
     """Open the encoder on `device`. A .pth file runs no code; the two other kinds are code, for you to trust."""
     if spec.hook is not None:
-        encoder = _open_hook(spec.hook, device)
+        encoder = _open_hook(spec.hook, spec.hook_folder, device)
     else:
         encoder = _open_file(str(spec.checkpoint), device)
     overrides = {name: value for name, value in (("mean", spec.mean), ("std", spec.std)) if value is not None}
@@ -122,10 +125,27 @@ def _open_checkpoint(data: bytes, uri: str, device: torch.device, digest: str) -
     return Encoder(fast, device, kind, digest, checkpoint.mean, checkpoint.std, power, checkpoint.post_whitening)
 
 
-def _open_hook(name: str, device: torch.device) -> Encoder:
+def find_hook_folder(hook: str) -> str | None:
+    """The folder that holds the hook's module or package: the one it is started in counts too."""
+    _look_in(os.getcwd())  # console scripts do not see it by themselves
+    try:
+        found = importlib.util.find_spec(hook.partition(":")[0].partition(".")[0])
+    except (ImportError, ValueError):
+        found = None
+    if found is None or found.origin is None:
+        return None
+    path = Path(found.origin)
+    return str(path.parent.parent if path.name == "__init__.py" else path.parent)
+
+
+def _look_in(folder: str | None) -> None:
+    if folder is not None and folder not in sys.path:
+        sys.path.append(folder)
+
+
+def _open_hook(name: str, folder: str | None, device: torch.device) -> Encoder:
     module_name, _, function_name = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # console scripts do not see the folder they are started in
+    _look_in(folder)
     try:
         module = importlib.import_module(module_name)
         network = getattr(module, function_name)(device)

@@ -24,6 +24,8 @@ UPRIGHT = {
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90}
 
+PILLOW_LIMIT = 178_000_000  # Pillow refuses images of about twice the size that it warns of
+
 Box = tuple[float, float, float, float]
 
 
@@ -44,6 +46,8 @@ class Framing:
         for name, value in (("size", self.size), ("center crop", self.center_crop), ("max pixels", self.max_pixels)):
             if value is not None and value < 1:
                 raise LattqeError(f"{name} must be at least 1, not {value}")
+        if self.max_pixels > PILLOW_LIMIT:
+            raise LattqeError(f"max pixels {self.max_pixels} is beyond what Pillow decodes, {PILLOW_LIMIT}")
 
 
 def decode(data: bytes, framing: Framing, box: Box | None = None) -> np.ndarray:

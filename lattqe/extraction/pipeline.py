@@ -1,6 +1,7 @@
 """A block of images to vectors: threads read and decode ahead while the network works."""
 
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -112,6 +113,10 @@ class Describer:
             for row in rows:  # an exported encoder that does not take this size
                 reasons[row] = f"refused by the encoder: {' '.join(str(error).split())[:200]}"
             return None
+        except Exception as error:  # a fault of somebody's own encoder, whatever the image
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise LattqeError(f"the encoder failed with {type(error).__name__}: {error} ({frame.filename}, line "
+                              f"{frame.lineno})") from error
 
     def _collect(self, finished: list[tuple[list[int], Tensor]], reasons: list[str]) -> DescribedBlock:
         """Fetch all vectors from the device: the one point that waits for it."""

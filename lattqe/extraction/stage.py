@@ -19,7 +19,8 @@ from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.extraction.pipeline import DescribedBlock
 from lattqe.extraction.sources import ImageEntry, ImageList
 from lattqe.store import Manifest, Pending, features_schema, find_manifest, open_place, part_row_counts, row_bytes
-from lattqe.store.claim import differences
+from lattqe.store.claim import differences, read_plan
+from lattqe.store.manifest import WORK
 from lattqe.store.normalise import normalised
 from lattqe.store.stored import StoredRows
 from lattqe.store.tables import matrix_column
@@ -62,21 +63,35 @@ class Destination:
     def find_finished(self) -> Manifest | None:
         """The manifest of an equal feature set that is there already; AlreadyExistsError for another one."""
         manifest = find_manifest(open_place(self.uri))
-        if manifest is None:
-            return None
-        there = {"kind": manifest.kind, "dim": manifest.fields.get("dim"), "dtype": manifest.fields.get("dtype"),
-                 "config": {key: value for key, value in manifest.config.items() if key != "skipped"},
-                 "inputs": manifest.inputs}
-        here = {"kind": "features", "dim": self.dim, "dtype": self.dtype, "config": dict(self.config),
-                "inputs": dict(self.inputs)}
-        found = differences(here, there)
-        if found:
-            raise AlreadyExistsError(f"{self.uri} holds a finished thing that differs: {'; '.join(found[:5])}: "
-                                     "choose another destination or delete it")
+        if manifest is not None:
+            self._refuse_other(manifest.kind, manifest.fields, manifest.config, manifest.inputs, "a finished thing")
         return manifest
 
+    def _refuse_other(self, kind: str, fields: Mapping[str, Any], config: Mapping[str, Any],
+                      inputs: Mapping[str, Any], what: str) -> None:
+        there = {"kind": kind, "dim": fields.get("dim"), "dtype": fields.get("dtype"), "inputs": dict(inputs),
+                 "config": {key: value for key, value in config.items() if key != "skipped"}}
+        here = {"kind": "features", "dim": self.dim, "dtype": self.dtype, "inputs": dict(self.inputs),
+                "config": dict(self.config)}
+        found = differences(here, there)
+        if found:
+            raise AlreadyExistsError(f"{self.uri} holds {what} that differs: {'; '.join(found[:5])}: "
+                                     "choose another destination or delete it")
+
     def begin(self, images: ImageList) -> Pending:
-        """Claim the destination's blocks, or join those who make the same; the list is stored for the workers."""
+        """Claim the destination's blocks, or join those who make the same; the list is stored for the workers.
+
+        What would stand in the way of publishing in the end is refused now, not after hours of work.
+        """
+        place = open_place(self.uri)
+        plan = read_plan(place)
+        if plan is not None:
+            self._refuse_other(plan["kind"], plan["fields"], plan["config"], plan["inputs"], "an unfinished thing")
+        else:
+            strange = [name for name in place.list() if not name.startswith((WORK, "."))]
+            if strange:
+                raise AlreadyExistsError(f"{self.uri} holds other files ({strange[0]}): choose a destination that is "
+                                         "empty")
         pending = Pending.begin(self.stage_uri, DescribedImages.kind, {"dim": self.dim, "dtype": self.dtype},
                                 block_rows(len(images)), self.config, self.inputs,
                                 schema=_stage_schema(self.dim, self.dtype))

@@ -1,7 +1,9 @@
 """The kinds of encoder: a published file, TorchScript, torch.export, a Python function."""
 
 import math
+import sys
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 from tiny_encoder import TinyEncoder
 
 from lattqe.errors import LattqeError
-from lattqe.extraction.encoder import EncoderSpec, file_kind, open_encoder
+from lattqe.extraction.encoder import EncoderSpec, file_kind, find_hook_folder, open_encoder
 from lattqe.extraction.multiscale import PUBLISHED_SCALES
 
 CPU = torch.device("cpu")
@@ -88,6 +90,19 @@ def test_python_function():
         expected = slow_describe(TinyEncoder(), pixels(), encoder.mean, encoder.std, (1.0,), 1.0)
     np.testing.assert_allclose(encoder.describe(pixels()).numpy(), expected.numpy(), atol=1e-6)
     assert encoder.digest == open_encoder(EncoderSpec(hook=f"{HERE}:make"), CPU).digest
+
+
+def test_hooks_are_found_in_modules_packages_and_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "__init__.py").touch()
+    (tmp_path / "my_package" / "inner.py").write_text("def make(device):\n    return lambda x: x.mean((2, 3))\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    assert find_hook_folder("my_package.inner:make") == str(tmp_path)
+    assert find_hook_folder(f"{HERE}:make") == str(Path(__file__).parent.parent)
+    assert find_hook_folder("no_such_module:make") is None
+    encoder = open_encoder(EncoderSpec(hook="my_package.inner:make", hook_folder=str(tmp_path)), CPU)
+    assert encoder.output_dim(8) == 3
 
 
 @pytest.mark.parametrize(("hook", "message"), [

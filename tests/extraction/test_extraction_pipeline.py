@@ -138,6 +138,14 @@ def test_encoders_faults_are_reasons(folder):
     assert not block.vectors.any()
 
 
+def test_a_broken_encoder_is_not_the_images_fault(folder):
+    def broken(x):
+        return {}["no such key"]
+
+    with pytest.raises(LattqeError, match=r"failed with KeyError: 'no such key' \(.*extraction_pipeline\.py, line"):
+        describer(folder, encoder=encoder(broken)).describe(entries())
+
+
 def test_out_of_memory_is_not_the_images_fault(folder):
     def hungry(x):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -18,7 +18,7 @@ from lattqe.extraction.stage import (
     find_skipped,
     merge,
 )
-from lattqe.store import FeatureSet, open_place
+from lattqe.store import FeatureSet, Pending, open_place
 
 DIM = 8
 
@@ -150,6 +150,17 @@ def test_unfinished_of_another_configuration_is_refused(tmp_path):
     publish_blocks(destination(tmp_path / "out"), images(20), set(), only=[0])
     with pytest.raises(AlreadyExistsError, match=r"config\.size: 64 there, 32 here"):
         destination(tmp_path / "out", size=32).begin(images(20))
+
+
+def test_what_would_stand_in_the_way_later_is_refused_at_once(tmp_path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.tex").write_text("do not touch")
+    with pytest.raises(AlreadyExistsError, match=r"holds other files \(thesis\.tex\)"):
+        destination(tmp_path / "taken").begin(images(20))
+    Pending.begin(str(tmp_path / "claimed"), "features", {"dim": DIM, "dtype": "float32"}, [5], {"made": "otherwise"})
+    with pytest.raises(AlreadyExistsError, match="an unfinished thing that differs"):
+        destination(tmp_path / "claimed").begin(images(20))
+    assert (tmp_path / "taken" / "thesis.tex").read_text() == "do not touch"
 
 
 def test_not_one_good_image_is_an_error(tmp_path):

@@ -1,5 +1,8 @@
 """A small encoder for tests, and its hook for `--encoder tiny_encoder:make`."""
 
+import os
+import time
+
 import torch
 from torch import nn
 
@@ -23,6 +26,12 @@ def make(device):
     return encoder
 
 
+def make_broken(device):
+    """A hook whose encoder works on the probe only."""
+    encoder = make(device)
+    return lambda x: encoder(x) if x.shape[2] == 224 else {}["no such key"]
+
+
 def make_number(device):
     """A hook that gives nothing to call."""
     return 7
@@ -31,3 +40,18 @@ def make_number(device):
 def make_wrong_shape(device):
     """A hook whose encoder gives no rows."""
     return lambda x: x.mean()
+
+
+def make_logging(device):
+    """A slow encoder that notes every image it sees in the file LATTQE_TEST_LOG, where that is set."""
+    encoder = make(device)
+
+    def call(x):
+        if "LATTQE_TEST_LOG" in os.environ:
+            time.sleep(0.01)
+            with open(os.environ["LATTQE_TEST_LOG"], "a") as log:
+                log.write("image\n")
+        return encoder(x)
+
+    call.mean, call.std = encoder.mean, encoder.std
+    return call
