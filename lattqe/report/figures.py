@@ -18,7 +18,7 @@ COLOURS = {"none": "#777777", "aqe": "#d55e00", "aqewd": "#009e73", "dqe": "#007
 MARKERS = {"aqe": "o", "aqewd": "s", "dqe": "^", "alphaqe": "D", "lattqe": "*"}
 STYLE = {"svg.hashsalt": "lattqe", "svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3,
          "axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True}
-WIDE, PANEL = (7.2, 4.0), (4.0, 2.9)  # inches; panels stand beside each other, or below each other on a phone
+WIDE, PANEL = (5.6, 3.8), (3.6, 2.8)  # inches; panels stand beside each other, or below each other on a phone
 
 
 def _draw(size: tuple[float, float]) -> tuple[Figure, Axes]:

@@ -1,0 +1,142 @@
+"""The whole pipeline on a synthetic landmark world: features, graph, training, augmentation, benchmark, report."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jobs.console import command, run, screen
+from lattqe.errors import LattqeError
+
+if TYPE_CHECKING:
+    from lattqe.benchmark.spec import Method, Run
+    from lattqe.datasets.synthetic import SyntheticWorld
+
+DISTRACTORS = 5_000  # at scale 1: enough to hurt, few enough for a demonstration
+NEXT = """What to try next, with images or descriptors of your own:
+  lattqe extract photos --checkpoint net.pth --to features     (or: lattqe import vectors.npy --to features)
+  lattqe train labelled --val held-out --preset photos --to model
+  lattqe augment features --method lattqe --model model --to index
+  lattqe benchmark run.toml --to results                       (docs/examples/run.toml is one to begin with)
+Look into what was made here:  lattqe info {to}/model  ·  lattqe verify {to}/index"""
+
+
+def main(
+    to: Annotated[str, typer.Option("--to", help="Where everything goes: a local folder.")] = "demo",
+    seed: Annotated[int, typer.Option(min=0, help="Another seed is another world, and another network.")] = 0,
+    scale: Annotated[float, typer.Option(min=0.01, help="Times as many landmarks, background and distractors.")] = 1.0,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Change a setting of the training: steps=1000, "
+                                                                     "network.layers=3, ...")] = None,
+    address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
+) -> None:
+    """Make a world of landmarks, learn from one part of it, and measure all methods on another: about five minutes.
+
+    Killed at any time, the same command goes on where it stopped. Example: lattqe demo --to demo
+    """
+    from cluster.session import ray_session
+    from jobs.benchmark import measure_run, print_results, publish
+    from lattqe.datasets.synthetic import SyntheticWorld
+
+    if "://" in to:
+        raise LattqeError(f"the demo wants a local folder, not {to!r}")
+    to = to.rstrip("/")
+    world = SyntheticWorld(seed, scale=scale, distractors=round(DISTRACTORS * scale))
+    with ray_session(address):
+        step(1, "a world of landmarks: train, validation and test parts share no landmark")
+        chosen = make_world(world, to)
+        step(2, "the exact neighbor graph of the database that will be searched")
+        graph = find_neighbors(chosen.datasets[0].database, to)
+        step(3, "training LAttQE, then the temperature of LAttDBA")
+        model = train_model(to, [f"seed={seed}", *(settings or [])])
+        step(4, "every row of that database replaced by what LAttDBA makes of it and its neighbors")
+        augment_database(chosen.datasets[0].database, graph, model, to)
+        step(5, "all methods, with and without augmentation and distractors")
+        results = measure_run(with_methods(chosen, model), f"{to}/benchmark")
+    report = publish(results, f"{to}/benchmark")
+    screen.print()
+    print_results(results)
+    if not all(finding["holds"] for finding in results["findings"]):
+        screen.print("Not all of the paper's ordering appears in this world: see the lines marked no.")
+    screen.print(f"\nThe report, with figures: {report}\n", markup=False, soft_wrap=True)
+    screen.print(NEXT.format(to=to), markup=False, soft_wrap=True)
+
+
+def step(number: int, text: str) -> None:
+    """Say what comes."""
+    screen.print(f"\n[bold]{number}/5[/bold] {text}")
+
+
+def make_world(world: "SyntheticWorld", to: str) -> "Run":
+    """Store all parts as feature sets; a run over the test part, without methods, but with validation to choose on."""
+    from dataclasses import replace
+
+    from lattqe.benchmark.presets import store_synthetic, synthetic_run
+    from lattqe.benchmark.spec import Dataset
+
+    chosen = synthetic_run(to, (), world)
+    train, _ = store_synthetic(world.split("train"), to)
+    validation = Dataset("val", *store_synthetic(world.split("val"), to), role="validation")
+    screen.print(f"features in {to}/features: {train.rsplit('/', 1)[-1]}, "
+                 f"{', '.join(dataset.name for dataset in (validation, *chosen.datasets))}, distractors")
+    return replace(chosen, datasets=(*chosen.datasets, validation), nqe_sweep=(1, 2, 4, 8, 16, 32, 48, 64),
+                   bootstrap=2_000)
+
+
+def find_neighbors(features: str, to: str) -> str:
+    """The graph of a feature set, long enough for any network of the demo."""
+    from cluster.graph_worker import GraphTask
+    from jobs.neighbors import neighbors
+    from lattqe.store import FeatureSet
+
+    neighbors(GraphTask(features, f"{to}/graph", min(256, FeatureSet.open(features).rows - 1)))
+    return f"{to}/graph"
+
+
+def train_model(to: str, settings: list[str]) -> str:
+    """Both stages of training on Ray; the finished model where it is there already."""
+    from jobs.train import train_with_progress
+    from lattqe.store import FeatureSet
+    from lattqe.training import make, preset
+
+    features = f"{to}/features/train"
+    config = preset("demo", FeatureSet.open(features).dim, settings)
+    plan = make(f"{to}/model", config, [features], [(f"{to}/features/val", f"{to}/features/val-queries")])
+    if plan.claim() is None:
+        train_with_progress(plan, workers=1, threads=0)
+    else:
+        screen.print(f"{to}/model is there already")
+    return f"{to}/model"
+
+
+def augment_database(features: str, graph: str, model: str, to: str) -> None:
+    """LAttDBA of a feature set with the number of neighbors that training chose."""
+    from cluster.augmentation import Augmentation
+    from jobs.augment import augment
+    from lattqe.benchmark.models import chosen_neighbors
+    from lattqe.store import FeatureSet, NeighborGraph
+
+    original, neighbors = FeatureSet.open(features), NeighborGraph.open(graph)
+    task = Augmentation(original.uri, neighbors.uri, f"{to}/index", "lattqe", chosen_neighbors(model)["ndba"],
+                        {"model": model, "dba": True})
+    augment(task, original, neighbors, workers=None)
+
+
+def with_methods(chosen: "Run", model: str) -> "Run":
+    """The run with all five methods; grids are small, and the validation part alone chooses from them."""
+    from dataclasses import replace
+
+    from lattqe.benchmark.models import as_trained
+    from lattqe.benchmark.spec import Method
+
+    competitors: tuple[Method, ...] = (
+        Method("aqe", "AQE", "validation", (2, 4, 8, 16), (2, 4, 8), (2, 4, 8)),
+        Method("aqewd", "AQEwD", "validation", (4, 8, 16, 24), (4, 8, 12), (4, 8, 16)),
+        Method("dqe", "DQE", "validation", (2, 4, 8), (2, 4), (2, 4), {"C": (0.1,), "negatives": (5, 20)}),
+        Method("alphaqe", "αQE", "validation", (8, 16, 36, 72), (8, 16, 36), (4, 10), {"alpha": (1.0, 3.0)}),
+    )
+    return replace(chosen, methods=(*competitors, as_trained(model)))
+
+
+app = command(main)
+
+if __name__ == "__main__":
+    run(app)
