@@ -1,5 +1,7 @@
 """Feature sets: whatever goes in comes out, however it is cut; what cannot be stored is named."""
 
+import resource
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -224,6 +226,21 @@ def test_a_finished_set_is_found_again_or_refused(tmp_path):
         FeatureWriter(features.uri, 3, config={"source": "b"})
     with pytest.raises(AlreadyExistsError, match=r"fields\.dim: 3 there, 4 here"):
         FeatureWriter(features.uri, 4, config={"source": "a"})
+
+
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    x = np.random.default_rng(0).standard_normal((400, 64))
+    writer = FeatureWriter(str(tmp_path / "set"), 64, part_bytes=50_000)
+    writer.append(x, [f"row-{i}" for i in range(400)])
+    assert (tmp_path / "set" / "part-00000.arrow").exists()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        with pytest.raises(LattqeError, match=r"cannot write .*part-00001\.arrow"), writer:
+            writer.append(x, [f"new-{i}" for i in range(400)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_folder_with_other_files_is_refused(tmp_path):
