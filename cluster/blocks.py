@@ -38,7 +38,7 @@ class BlockPolicy:
     max_failures: int = 3  # of one block; a block that kills its actor more often than that is poison
     straggler_factor: float = 3.0  # times the median block's seconds before a spare copy is started elsewhere
     straggler_seconds: float = 20.0  # never sooner than this: short blocks vary a lot
-    start_timeout: float = 120.0  # for an actor to come up (importing torch on a busy node takes a while)
+    start_timeout: float = 300.0  # for an actor to come up (importing torch on a crowded node takes minutes)
 
 
 @dataclass

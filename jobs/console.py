@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -32,9 +33,9 @@ EXIT_INTERRUPTED = 130
 
 def show_table(title: str, rows: dict[str, Any]) -> None:
     """Print a two-column table: the plan before the work, the summary after it."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+    table = Table(title=escape(title), title_justify="left", show_header=False, box=None, padding=(0, 2))
     for name, value in rows.items():
-        table.add_row(f"[bold]{name}[/bold]", str(value))
+        table.add_row(f"[bold]{escape(name)}[/bold]", escape(str(value)))
     screen.print(table)
 
 
@@ -92,7 +93,7 @@ def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return function(*args, **kwargs)
     except LattqeError as error:
-        screen.print(f"[red]error:[/red] {' '.join(str(error).split())}", markup=True, soft_wrap=True)
+        screen.print(f"[red]error:[/red] {escape(' '.join(str(error).split()))}", soft_wrap=True)
         raise SystemExit(EXIT_BAD_INPUT) from None
     except KeyboardInterrupt:
         screen.print("interrupted: run the same command again to continue where it stopped")

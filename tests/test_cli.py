@@ -52,3 +52,18 @@ def test_a_verb_runs_as_a_module():
     assert done.stderr.startswith("error:")
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_brackets_in_a_message_are_text(capsys):
+    from jobs.console import guarded, show_table
+    from lattqe.errors import LattqeError
+
+    def fail():
+        raise LattqeError("cannot read [/x] of [red]file[/red]")
+
+    show_table("[/title]", {"[/name]": "[/value]"})
+    with pytest.raises(SystemExit):
+        guarded(fail)
+    shown = capsys.readouterr().err
+    assert "cannot read [/x] of [red]file[/red]" in shown
+    assert "[/value]" in shown
