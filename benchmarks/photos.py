@@ -171,7 +171,7 @@ def look_at_test(model: str, data: Path, columns: int) -> dict[str, Any]:
     none = [one.mean_ap(one.xq, one.xb) for one in sets]
     result["none"] = {"none": {"mean": float(np.mean(none)), "sets": none}}
     result["lattqe"] = learned(model, sets, NQE)
-    result["rivals"] = best_rivals(sets)
+    result["rivals"] = {**best_rivals(sets), "(rocchio)": rocchio(sets)}
     result["aqe"] = {str(k): v for k, v in sweep("aqe", sets).items()}
     result["dba"] = {"lattdba+qe": learned_dba(model, sets, metrics["ndba"], metrics["nqe_with_dba"]),
                      "lattdba": learned_dba(model, sets, metrics["ndba"], 0), **best_rivals_dba(sets)}
@@ -182,6 +182,22 @@ def look_at_test(model: str, data: Path, columns: int) -> dict[str, Any]:
         if title != "model":
             show(title, rows)
     return result
+
+
+def rocchio(sets: list[ValidationSet]) -> dict[str, Any]:
+    """A control, no rival: AQEwD 16 minus a fixed share of the mean of 256 neighbors, the share tuned on test.
+
+    What the background is worth without any learning.
+    """
+    method, best = create("aqewd"), {"mean": 0.0}
+    for beta in (0.4, 0.6, 0.8, 1.0):
+        values = []
+        for one in sets:
+            near = one.neighbors(one.xq, one.xb, 256)
+            xq = expand(method, one.xq, one.xb, near, 16) - beta * one.xb[near].mean(1)
+            values.append(one.mean_ap(xq / np.linalg.norm(xq, axis=1, keepdims=True), one.xb))
+        best = max(best, {"mean": float(np.mean(values)), "sets": values, "beta": beta}, key=lambda found: found["mean"])
+    return best
 
 
 def sweep(name: str, sets: list[ValidationSet]) -> dict[int, Any]:

@@ -1,5 +1,6 @@
 """Train a LAttQE model on labelled feature sets."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import typer
@@ -32,6 +33,7 @@ def main(
 
     Example: lattqe train sfm-train --val sfm-val --queries sfm-val-queries --preset paper --to model
     """
+    from cluster.session import ray_session
     from lattqe.store import FeatureSet
     from lattqe.training import make
     from lattqe.training import preset as configuration
@@ -42,7 +44,8 @@ def main(
     pairs = [(database, queries[number] if queries else None) for number, database in enumerate(val)]
     plan = make(to, config, features, pairs, neighbors, cache)
     if plan.claim() is None:
-        _train(plan, workers, threads, address)
+        with ray_session(address):
+            train_with_progress(plan, workers, threads)
     else:
         screen.print(f"{to} holds this very model already")
     result = _result(to)
@@ -51,30 +54,31 @@ def main(
         print_json(result)
 
 
-def _train(plan: Any, workers: int, threads: int, address: str | None) -> None:
-    """Show the plan, connect, train, and show how far it is."""
-    from cluster.session import gpus_available, ray_session
+def train_with_progress(plan: Any, workers: int, threads: int) -> None:
+    """Show the plan, train on the connected Ray, and show how far it is."""
+    from cluster.session import gpus_available
     from cluster.training import Standing, threads_for, train_on_cluster
     from lattqe.store import open_place
     from lattqe.training.checkpoint import Checkpoints
 
     done = Checkpoints(open_place(plan.destination)).load().step
-    config = plan.config
-    total = config.steps + config.temperature_steps
-    with ray_session(address):
-        workers = workers or max(1, gpus_available())
-        threads = threads or threads_for(workers)
-        show_table("train", _plan_rows(plan) | {"workers × threads": f"{workers} × {threads}"})
-        with progress_bar("train", total, done) as bar:
-            told = done
+    workers = workers or max(1, gpus_available())
+    threads = threads or threads_for(workers)
+    resumed = {"continuing at update": f"{done:,}"} if done else {}
+    show_table("train", _plan_rows(plan) | {"workers × threads": f"{workers} × {threads}", **resumed})
+    with ExitStack() as stack:
+        bar, told = None, done
 
-            def show(standing: Standing) -> None:
-                nonlocal told
-                if standing.progress is not None and standing.progress.step != told:
-                    bar.advance(standing.progress.step - told, standing.progress.note)
-                    told = standing.progress.step
+        def show(standing: Standing) -> None:
+            nonlocal bar, told
+            if standing.progress is None or standing.progress.step == told:
+                return
+            if bar is None:  # only now: starting the workers is no measure of how long the updates take
+                bar = stack.enter_context(progress_bar("train", standing.progress.total, told))
+            bar.advance(standing.progress.step - told, standing.progress.note)
+            told = standing.progress.step
 
-            train_on_cluster(plan, workers, threads, show)
+        train_on_cluster(plan, workers, threads, show)
 
 
 def _plan_rows(plan: Any) -> dict[str, Any]:

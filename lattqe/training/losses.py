@@ -48,11 +48,12 @@ def smooth_ap(expanded: torch.Tensor, batch: Batch, config: TrainingConfig) -> t
 
     A positive's rank is a sum of sigmoids over all candidates; itself among them counts one half, hence the other half.
     """
-    scores = expanded @ batch.candidates.T
-    own = (expanded[:, None] * batch.positives).sum(-1)
-    above = torch.sigmoid((scores[:, None] - own[..., None]) / config.smooth_ap_temperature) * batch.usable[:, None]
-    rank = above.sum(2) + 0.5
-    rank_among_positives = (above * batch.same[:, None]).sum(2) + 0.5
+    sharp = expanded / config.smooth_ap_temperature
+    scores = sharp @ batch.candidates.T
+    own = (sharp[:, None] * batch.positives).sum(-1)
+    above = torch.sigmoid(scores[:, None] - own[..., None])  # (b, p, m): passes over it are what this loss costs
+    counted = torch.stack([batch.usable, batch.usable & batch.same], dim=2).to(above.dtype)
+    rank, rank_among_positives = (above @ counted + 0.5).unbind(2)
     return 1 - (rank_among_positives / rank).mean(1)
 
 
