@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 SCORING_CHUNK = 262_144  # float64 elements of one temporary: it should stay in the cache
+RUN_ELEMENTS = 32_768  # of all candidates of one query, from which on it pays to take queries one by one
 DOT_LENGTH = 8192  # OpenBLAS splits longer dot products among threads, and then the sum depends on their number
 
 
@@ -22,7 +23,7 @@ def exact_scores(xq: np.ndarray, xb: np.ndarray, i: np.ndarray, j: np.ndarray) -
     scores = np.empty(len(i), dtype=np.float64)
     step = max(SCORING_CHUNK // max(xq.shape[1], 1), 1)
     starts = np.flatnonzero(np.diff(i, prepend=-1))
-    if len(i) < 8 * len(starts):  # short runs: gather both sides
+    if len(i) * xq.shape[1] < RUN_ELEMENTS * len(starts):  # short runs, short vectors: gather both sides
         for lo in range(0, len(i), step):
             hi = min(lo + step, len(i))
             scores[lo:hi] = _dots(xb[j[lo:hi]].astype(np.float64), xq[i[lo:hi]].astype(np.float64))
