@@ -60,11 +60,16 @@ def join(
     neighbors: list[NDArray[np.integer]] | None = None,
     shared_labels: bool = False,
 ) -> TrainingData:
-    """Join sets of vectors (n_s, D) and labels (n_s,), with graphs (n_s, K) of rows within each set."""
+    """Join sets of vectors (n_s, D) and labels (n_s,), with graphs (n_s, K) of rows within each set.
+
+    A label below 0 means 'belongs to nothing': such a row is a class by itself, a neighbor and a negative for others.
+    """
     bounds = np.concatenate(([0], np.cumsum([len(block) for block in vectors]))).astype(np.int64)
     keys = [label.astype(np.int64) if shared_labels else label.astype(np.int64) + (number << 32)
             for number, label in enumerate(labels)]
-    compact = np.unique(np.concatenate(keys), return_inverse=True)[1].astype(np.int64)
+    joined_labels = np.concatenate([np.where(label < 0, -1, key) for label, key in zip(labels, keys)])
+    joined_labels = np.where(joined_labels < 0, -1 - np.arange(len(joined_labels)), joined_labels)
+    compact = np.unique(joined_labels, return_inverse=True)[1].astype(np.int64)
     graph = None
     if neighbors is not None:
         width = min(block.shape[1] for block in neighbors)

@@ -158,6 +158,14 @@ def test_labels_of_two_sets_are_two_classes_unless_shared() -> None:
     assert len(join([x, x], [labels, labels], shared_labels=True).class_sizes) == 3
 
 
+def test_labels_below_zero_belong_to_nothing() -> None:
+    x, labels = clusters(1, 3, 4)
+    labels[:4] = -1
+    data = join([x, x], [labels, labels])
+    assert sorted(data.class_sizes.tolist()) == [1] * 8 + [4] * 4
+    assert data.skipped == 8
+
+
 def test_others_never_gives_the_row_itself_and_gives_all_others() -> None:
     labels = np.array([2, 0, 1, 0, 2, 0, 2, 2])
     members = Members(labels)
