@@ -63,7 +63,7 @@ def importer_seeds() -> dict[str, list[bytes]]:
     return {
         ".npy": [_bytes(np.save, array) for array in (X, np.asfortranarray(X, np.float16), X.astype(">f8"))],
         ".mat": [
-            _bytes(scipy.io.savemat, {"X": X.T, "labels": np.array(LABELS)}),
+            _bytes(scipy.io.savemat, {"X": X.T, "labels": np.array(LABELS), "s": {"a": ["b", 1]}}),
             _bytes(scipy.io.savemat, {"X": X.T.astype(np.float64)}, do_compression=True),
             _hdf5(512, X=X, Q=X[:2]),
         ],

@@ -18,6 +18,7 @@ from hypothesis.extra import numpy as hnp
 from lattqe.errors import LattqeError
 from lattqe.formats import ENDINGS, open_source
 from lattqe.formats.hdf5 import datasets
+from lattqe.formats.mat5 import read_variables
 from lattqe.formats.registry import FORMATS
 
 ROWS, DIM = 23, 7
@@ -66,6 +67,7 @@ WRITERS = {
     "double.npy": lambda path: np.save(path, X.astype(np.float64)),
     "v5.mat": lambda path: scipy.io.savemat(path, {"X": X.T, "Q": Q.T}),
     "v5 compressed.mat": lambda path: scipy.io.savemat(path, {"X": X.T}, do_compression=True),
+    "v5 small integers.mat": lambda path: scipy.io.savemat(path, {"X": X.T, "n": np.uint8([[1, 2]]), "s": "text"}),
     "v7.3.mat": lambda path: write_mat73(path, X=X.T, Q=Q.T),
     "protocol 2.pkl": lambda path: Path(path).write_bytes(pickle.dumps({"vecs": X.T}, 2)),
     "protocol 5.pickle": lambda path: Path(path).write_bytes(pickle.dumps({"features": X, "names": IDS}, 5)),
@@ -170,6 +172,23 @@ def test_mat_has_database_and_queries(tmp_path, name):
         open_source(path, key="Y")
 
 
+def test_mat_variables_of_every_kind(tmp_path):
+    """Listed by scipy's own reading; what is no matrix of numbers is refused by its kind."""
+    values = {"double": X, "short": X.astype(np.int16), "cell": np.array([["a", 1]], object), "text": "hello",
+              "struct": {"a": 1}, "complex": X * 1j, "cube": np.ones((2, 3, 4)), "flags": X > 0,
+              "empty": X[:0]}  # fmt: skip
+    for packed in (False, True):
+        path = tmp_path / f"{packed}.mat"
+        scipy.io.savemat(path, values, do_compression=packed)
+        assert set(read_variables(path)) == {name for name, _, _ in scipy.io.whosmat(path)}
+        for key in ("double", "short"):
+            np.testing.assert_array_equal(collect(open_source(path, key=key, transposed=False))[0], values[key])
+        for key, words in {"cell": "cell", "text": "char", "complex": "complex", "cube": "2, 3, 4", "flags": "logical",
+                           "struct": "struct", "empty": "is empty"}.items():  # fmt: skip
+            with pytest.raises(LattqeError, match=words):
+                open_source(path, key=key)
+
+
 def test_pickles_say_which_side_they_took_for_images(tmp_path):
     path = tmp_path / "x.pkl"
     path.write_bytes(pickle.dumps({"vecs": X.T}))
@@ -199,6 +218,8 @@ def test_ids_and_labels_of_the_same_file(tmp_path):
     write_h5(tmp_path / "x.h5", vectors=X, ids=IDS, labels=LABELS)
     (tmp_path / "x.pkl").write_bytes(pickle.dumps({"X": X.T, "ids": IDS, "labels": LABELS}))
     torch.save({"x": torch.from_numpy(X), "ids": IDS, "labels": torch.from_numpy(LABELS)}, tmp_path / "x.pt")
+    scipy.io.savemat(tmp_path / "x.mat", {"X": X.T, "labels": LABELS.astype(float)}, do_compression=True)
+    np.testing.assert_array_equal(collect(open_source(tmp_path / "x.mat"))[2], LABELS)
     for name in ("x.h5", "x.pkl", "x.pt"):
         _, ids, labels = collect(open_source(tmp_path / name))
         assert ids == IDS
