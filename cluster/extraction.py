@@ -20,6 +20,7 @@ from lattqe.store import Pending, open_place
 # A worker has one block at the network and the next one decoding its first images.
 BLOCKS_AT_ONCE = 2
 POLICY = BlockPolicy(window=BLOCKS_AT_ONCE, start_timeout=600.0)  # a worker reads the whole network first
+WORKERS_PER_NODE = 8  # on CPUs: more networks side by side would want more memory than machines have
 DECODING_THREADS = {"cpu": 2, "cuda": 4}
 
 
@@ -71,13 +72,14 @@ def plan_workers(wanted: int | None, device: str = "auto") -> Workers:
     gpus = 0 if device == "cpu" else gpus_available()
     if device == "cuda" and not gpus:
         raise LattqeError("device 'cuda' asked for, but the cluster has no GPU: use --device cpu")
+    nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    smallest = min((cpus for cpus in nodes if cpus), default=1)  # a worker must fit on any node
     if gpus:
-        return Workers(wanted or gpus, cpus=DECODING_THREADS["cuda"], gpus=1)
-    cpus = int(ray.cluster_resources().get("CPU", 1))
+        return Workers(wanted or gpus, min(DECODING_THREADS["cuda"], smallest), gpus=1)
     if wanted is not None:
-        return Workers(wanted, max(1, cpus // wanted), gpus=0)
-    each = max(1, cpus // (8 * max(1, len(ray.nodes()))))
-    return Workers(max(1, cpus // each), each, gpus=0)
+        return Workers(wanted, max(1, min(sum(nodes) // wanted, smallest)), gpus=0)
+    each = max(1, smallest // WORKERS_PER_NODE)
+    return Workers(max(1, sum(cpus // each for cpus in nodes)), each, gpus=0)
 
 
 class ExtractionWorker:

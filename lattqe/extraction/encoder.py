@@ -8,7 +8,8 @@ import os
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,16 @@ class Encoder:
         Pixels in pinned memory travel to a GPU while it works on the images before them.
         """
         images = pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2).float().div(255)
-        mean, std = (torch.tensor(values, device=self.device).view(1, 3, 1, 1) for values in (self.mean, self.std))
+        mean, std = self._mean_and_std
         # Full float32 convolutions: TF32 would make a row depend on the kind of GPU that made it.
         with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
             return describe(self.network, (images - mean) / std, scales, self.scale_power)
+
+    @cached_property
+    def _mean_and_std(self) -> tuple[Tensor, Tensor]:
+        """On the device once: a copy for each image would wait for all images before it."""
+        mean, std = (torch.tensor(values, device=self.device).view(1, 3, 1, 1) for values in (self.mean, self.std))
+        return mean, std
 
     def output_dim(self, side: int) -> int:
         """Encode one grey image of side × side pixels to learn D, and whether the encoder works at all."""
@@ -83,8 +90,7 @@ def open_encoder(spec: EncoderSpec, device: torch.device) -> Encoder:
         encoder = _open_hook(spec.hook, spec.hook_folder, device)
     else:
         encoder = _open_file(str(spec.checkpoint), device)
-    overrides = {name: value for name, value in (("mean", spec.mean), ("std", spec.std)) if value is not None}
-    return Encoder(**{**vars(encoder), **overrides})
+    return replace(encoder, mean=spec.mean or encoder.mean, std=spec.std or encoder.std)
 
 
 def _open_file(uri: str, device: torch.device) -> Encoder:

@@ -9,9 +9,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
 from lattqe.errors import LattqeError
+
+try:
+    from PIL import Image, UnidentifiedImageError
+except ImportError:
+    raise LattqeError("decoding images needs Pillow: pip install 'lattqe[extract]'") from None
 
 # Raster formats with self-contained decoders and a signature. Left out on purpose: EPS and PDF (they start an
 # interpreter), containers of other images (ICO, ICNS), formats without a signature (TGA takes any bytes).

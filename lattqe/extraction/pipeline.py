@@ -132,8 +132,11 @@ class Describer:
 
 
 def _stack(alike: list[tuple[int, Tensor]]) -> tuple[list[int], Tensor]:
-    rows = [row for row, _ in alike]
-    return rows, alike[0][1] if len(alike) == 1 else torch.cat([pixels for _, pixels in alike])
+    rows, images = [row for row, _ in alike], [pixels for _, pixels in alike]
+    if len(images) == 1:
+        return rows, images[0]
+    stacked = torch.cat(images)
+    return rows, stacked.pin_memory() if images[0].is_pinned() else stacked
 
 
 class _Ahead:
