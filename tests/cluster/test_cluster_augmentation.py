@@ -2,11 +2,18 @@
 
 import numpy as np
 import pytest
+import torch
 
-from cluster.augmentation import Augmentation, run_augmentation
+import lattqe
+from cluster.augmentation import (
+    Augmentation,
+    AugmentWorker,
+    piece_name,
+    run_augmentation,
+    run_augmentation_here,
+)
 from cluster.session import ray_session
-from lattqe.expansion import create
-from lattqe.expansion.rows import expand_rows
+from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Pending, neighbors_table
 
 pytestmark = pytest.mark.ray
@@ -59,22 +66,46 @@ def augmented(source, to, method="alphaqe", workers=2, part_rows=(300, 300, 100)
     return FeatureSet.open(str(to)), summary, sum(rows)
 
 
-def in_memory(source, method, **params):
-    features, graph = source
-    made = create(method, **params)
-    x, (I, D) = features.read(), graph.read()  # noqa: E741
-    negatives = None
-    if made.negatives:
-        scores = x.astype(np.float64) @ x.astype(np.float64).T
-        negatives = np.argsort(scores, axis=1, kind="stable")[:, :made.negatives]
-    return expand_rows(made, x, I, D, features.gather, negatives)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """An untrained network, stored."""
+    torch.manual_seed(0)
+    uri = str(tmp_path_factory.mktemp("model") / "model")
+    LAttQE(LAttQEConfig(dim=DIM, heads=2, layers=2, max_k=K)).save(uri)
+    return uri
 
 
-@pytest.mark.parametrize(("method", "workers"), [("aqe", 1), ("aqewd", 2), ("alphaqe", 3)])
-def test_equals_in_memory(source, tmp_path, method, workers):
-    index, summary, rows = augmented(source, tmp_path / "index", method, workers)
-    np.testing.assert_allclose(index.read(), in_memory(source, method), atol=1e-6)
+@pytest.mark.parametrize(("method", "workers"), [("aqe", 1), ("aqewd", 2), ("alphaqe", 3), ("dqe", 2), ("lattqe", 2)])
+def test_equals_in_memory(source, tmp_path, method, workers, model):
+    params = {"model": model, "dba": True} if method == "lattqe" else {}
+    index, summary, rows = augmented(source, tmp_path / "index", method, workers, **params)
+    expected = lattqe.augment(source[0].read(), method, k=K, **({"model": model} if method == "lattqe" else {}))
+    np.testing.assert_allclose(index.read(), expected, atol=2e-6)
     assert index.ids() == source[0].ids()
     np.testing.assert_array_equal(index.labels(), source[0].labels())
     assert rows == ROWS
     assert summary.blocks.blocks == 3 + 3 + 3, "blocks of 128 rows in two parts of 300, and three parts"
+
+
+def test_in_this_process_the_bytes_are_the_same(source, tmp_path):
+    on_ray, _, _ = augmented(source, tmp_path / "ray", "alphaqe")
+    features, graph = source
+    pending = begin(features, tmp_path / "here", (300, 300, 100))
+    run_augmentation_here(Augmentation(features.uri, graph.uri, str(tmp_path / "here"), "alphaqe", K, block_rows=128))
+    assert pending.finish().digest == on_ray.digest
+
+
+def test_finished_pieces_are_taken_up_and_damaged_ones_computed_again(source, tmp_path):
+    whole, _, _ = augmented(source, tmp_path / "whole", "alphaqe")
+    features, graph = source
+    pending = begin(features, tmp_path / "index", (300, 300, 100))
+    task = Augmentation(features.uri, graph.uri, str(tmp_path / "index"), "alphaqe", K, block_rows=128)
+    worker = AugmentWorker(task)
+    for start, stop in ((0, 128), (128, 256), (256, 300), (300, 428)):
+        worker.write_piece(start, worker.expand(start, stop))
+    damaged = tmp_path / "index" / piece_name(128)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    rows = []
+    summary = run_augmentation(task, 2, rows.append)
+    assert pending.finish().digest == whole.digest
+    assert summary.expanded == 700 - 128 - 44 - 128, "three good pieces were not computed again"
