@@ -26,12 +26,6 @@ def make(device):
     return encoder
 
 
-def make_broken(device):
-    """A hook whose encoder works on the probe only."""
-    encoder = make(device)
-    return lambda x: encoder(x) if x.shape[2] == 224 else {}["no such key"]
-
-
 def make_number(device):
     """A hook that gives nothing to call."""
     return 7

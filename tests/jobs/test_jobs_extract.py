@@ -12,6 +12,7 @@ import sys
 import time
 import zipfile
 import zlib
+from contextlib import redirect_stderr, redirect_stdout
 
 import numpy as np
 import pytest
@@ -20,11 +21,14 @@ from PIL import Image
 
 from cluster.session import ray_session
 from jobs import cli
-from jobs.extract import bad_limit
+from jobs.extract import _publish, bad_limit
 from lattqe.errors import LattqeError
 from lattqe.extraction.encoder import EncoderSpec, open_encoder
 from lattqe.extraction.image import Framing, decode
+from lattqe.extraction.pipeline import DescribedBlock
 from lattqe.extraction.resnet import RetrievalNet
+from lattqe.extraction.sources import ImageEntry, ImageList
+from lattqe.extraction.stage import Destination, block_table
 from lattqe.store import FeatureSet, open_place
 
 pytestmark = pytest.mark.ray
@@ -40,16 +44,21 @@ def local_ray(s3):
         yield
 
 
+def lattqe_extract(patch, *arguments):
+    """Call `lattqe extract` in this process: its exit code."""
+    patch.setattr(sys, "argv", ["lattqe", "extract", *map(str, arguments)])
+    try:
+        cli.main()
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Call `lattqe extract` in this process: (exit code, stdout, stderr)."""
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["lattqe", "extract", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
+        code = lattqe_extract(monkeypatch, *arguments)
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
@@ -147,18 +156,33 @@ def expected_vector(path, framing=None, box=None, scales=(1.0, 0.5 ** 0.5, 2 ** 
     return encoder.describe(torch.from_numpy(pixels.copy())[None], scales).numpy()[0]
 
 
-def test_five_hundred_files_with_twenty_kinds_of_bad_ones(five_hundred, tmp_path, run):
+@pytest.fixture(scope="module")
+def extracted(five_hundred, tmp_path_factory):
+    """Extract the five hundred, allowing first 19 bad files, then 20: (where to, [(exit code, stdout, stderr)])."""
+    to = tmp_path_factory.mktemp("extracted") / "out"
+    said = []
+    for allowed in ("19", "20"):
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            code = lattqe_extract(patch, five_hundred[0], "--to", to, *TINY, "--labels-from-folders",
+                                  "--max-bad", allowed)
+        said.append((code, out.getvalue(), err.getvalue()))
+    return to, said
+
+
+def test_five_hundred_files_with_twenty_kinds_of_bad_ones(five_hundred, extracted):
     folder, good, bad = five_hundred
-    code, out, err = run(folder, "--to", tmp_path / "out", *TINY, "--labels-from-folders")
+    to, said = extracted
+    code, out, err = said[1]
     assert code == 0, err
-    assert json.loads(out) == {"uri": str(tmp_path / "out"), "rows": 480, "dim": 16, "skipped": 20}
-    features = FeatureSet.open(str(tmp_path / "out"))
+    assert json.loads(out) == {"uri": str(to), "rows": 480, "dim": 16, "skipped": 20}
+    features = FeatureSet.open(str(to))
     features.verify()
     assert features.ids() == good
     assert features.labels().tolist() == ["abc".index(name[0]) for name in good]
     for row in range(0, 480, 23):
         np.testing.assert_allclose(features.read(row, row + 1)[0], expected_vector(folder / good[row]), atol=5e-4)
-    rows = skipped_rows(tmp_path / "out")
+    rows = skipped_rows(to)
     assert [row["id"] for row in rows] == sorted(bad)
     assert [int(row["number"]) for row in rows] == [sorted([*good, *bad]).index(name) for name in sorted(bad)]
     for row in rows:
@@ -166,46 +190,46 @@ def test_five_hundred_files_with_twenty_kinds_of_bad_ones(five_hundred, tmp_path
     manifest = features.manifest
     assert manifest.config["skipped"] == 20
     assert manifest.inputs["encoder"]["uri"] == "tiny_encoder:make"
-    assert sorted(open_place(str(tmp_path / "out")).list()) == ["manifest.json", "part-00000.arrow", "skipped.csv"]
+    assert sorted(open_place(str(to)).list()) == ["manifest.json", "part-00000.arrow", "skipped.csv"]
 
 
-def test_too_many_bad_ones_is_one_line_and_can_be_continued(five_hundred, tmp_path, run, monkeypatch):
-    folder, _, bad = five_hundred
-    code, out, err = run(folder, "--to", tmp_path / "out", *TINY, "--max-bad", "19")
+def test_too_many_bad_ones_is_one_line_and_nothing_on_stdout(extracted):
+    code, out, err = extracted[1][0]
     assert (code, out) == (2, "")
-    message = next(line for line in err.splitlines() if line.startswith("error:"))
-    assert "20 of 500 images are bad and --max-bad allows 19" in message
-    assert "and 15 more" in message
-    with pytest.raises(LattqeError, match="no manifest"):
-        FeatureSet.open(str(tmp_path / "out"))
-    # The message may come before the last block is stored: a second run does what is left, a third finds all done.
-    code, _, err = run(folder, "--to", tmp_path / "out", *TINY, "--max-bad", "0")
-    assert code == 2
-    monkeypatch.setattr("cluster.extraction.extract_blocks", lambda *_: pytest.fail("work was done twice"))
-    code, _, err = run(folder, "--to", tmp_path / "out", *TINY, "--max-bad", "3%")
-    assert code == 2
-    assert "allows 15" in err
-    assert f"all listed in {tmp_path / 'out'}/_work/blocks/skipped.csv" in err
-    assert len(skipped_rows(tmp_path / "out" / "_work" / "blocks")) == 20
-    assert run(folder, "--to", tmp_path / "out", *TINY, "--max-bad", "20")[0] == 0
-    assert FeatureSet.open(str(tmp_path / "out")).rows == 480
-    assert len(bad) == 20
+    errors = [line for line in err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "20 of 500 images are bad and --max-bad allows 19" in errors[0]
+    assert "and 15 more" in errors[0]
 
 
-def test_finished_is_left_alone_and_another_configuration_refused(five_hundred, tmp_path, run):
-    folder = tmp_path / "few"
-    for number in range(5):
-        write_good(folder, number)
-    assert run(folder, "--to", tmp_path / "out", *TINY)[0] == 0
-    before = (tmp_path / "out" / "manifest.json").stat().st_mtime_ns
-    code, out, _ = run(folder, "--to", tmp_path / "out", *TINY)
-    assert (code, json.loads(out)["rows"]) == (0, 5)
-    assert (tmp_path / "out" / "manifest.json").stat().st_mtime_ns == before
-    code, _, err = run(folder, "--to", tmp_path / "out", *TINY[:2], "--size", "16")
+def test_too_many_bad_ones_in_the_end_are_all_listed(tmp_path):
+    """When all blocks are there the whole list is written; a higher limit then publishes what is there."""
+    images = ImageList.of("/", [ImageEntry(f"{number}", f"{number}.jpg") for number in range(10)])
+    destination = Destination(str(tmp_path / "out"), 16, "float32", {"crop": None}, {})
+    pending = destination.begin(images)
+    block = DescribedBlock(np.eye(10, 16, dtype=np.float32), ["", "bad", "worse", *[""] * 7])
+    pending.publish(0, block_table(list(images.entries()), block, "float32"))
+    pending.finish()
+    where = f"{tmp_path / 'out'}/_work/blocks/skipped.csv"
+    with pytest.raises(LattqeError, match=rf"2 of 10 .* allows 1 \(1: bad; 2: worse\), all listed in {where}"):
+        _publish(destination, images, None, tolerated=1)
+    assert [row["reason"] for row in skipped_rows(tmp_path / "out" / "_work" / "blocks")] == ["bad", "worse"]
+    assert _publish(destination, images, None, tolerated=2).rows == 8
+
+
+def test_finished_is_left_alone_and_another_configuration_refused(five_hundred, extracted, run):
+    folder, to = five_hundred[0], extracted[0]
+    before = (to / "manifest.json").stat().st_mtime_ns
+    code, out, _ = run(folder, "--to", to, *TINY, "--labels-from-folders")
+    assert (code, json.loads(out)["rows"]) == (0, 480)
+    assert (to / "manifest.json").stat().st_mtime_ns == before
+    code, _, err = run(folder, "--to", to, *TINY[:2], "--size", "16", "--labels-from-folders")
     assert code == 2
     assert "config.size: 32 there, 16 here" in err
-    write_good(folder, 5)
-    code, _, err = run(folder, "--to", tmp_path / "out", *TINY)
+    extra = folder / "a" / "one more.png"
+    noise(0).save(extra)
+    code, _, err = run(folder, "--to", to, *TINY, "--labels-from-folders")
+    extra.unlink()
     assert code == 2
     assert "inputs.images.digest" in err
 
@@ -213,44 +237,30 @@ def test_finished_is_left_alone_and_another_configuration_refused(five_hundred, 
 def test_queries_of_a_ground_truth_are_cropped(tmp_path, run):
     folder = tmp_path / "images"
     folder.mkdir()
-    for number, name in enumerate(("q1", "q2", "d1", "d2")):
+    for number, name in enumerate(("q1", "q2", "d2")):
         noise(number, 60, 45).save(folder / f"{name}.png")
     boxes = [(3.2, 4.0, 40.9, 30.0), (10.0, 0.0, 60.0, 45.0)]
     truth = {"imlist": ["d2", "d1"], "qimlist": ["q2", "q1"],
              "gnd": [{"easy": [0], "hard": [], "junk": [1], "bbx": list(box)} for box in boxes]}
     (tmp_path / "gnd.pkl").write_bytes(pickle.dumps(truth))
     common = (folder, *TINY, "--gnd", tmp_path / "gnd.pkl", "--scales", "1")
-    assert run(*common, "--to", tmp_path / "database")[0] == 0
     assert run(*common, "--to", tmp_path / "queries", "--queries")[0] == 0
-    database, queries = FeatureSet.open(str(tmp_path / "database")), FeatureSet.open(str(tmp_path / "queries"))
-    assert database.ids() == ["d2", "d1"]
+    queries = FeatureSet.open(str(tmp_path / "queries"))
     assert queries.ids() == ["q2", "q1"]
     for row, (name, box) in enumerate(zip(queries.ids(), boxes)):
         expected = expected_vector(folder / f"{name}.png", box=box, scales=(1.0,))
         np.testing.assert_allclose(queries.read(row, row + 1)[0], expected, atol=5e-4)
     np.testing.assert_allclose(queries.table().column("crop").to_pylist(), boxes, rtol=1e-6)
     assert queries.manifest.config["crop"] == "bbx, at the scale of the full image"
-    assert database.manifest.config["crop"] is None
     assert queries.manifest.inputs["gnd"]["kind"] == "ground truth"
-    # The ground truth counts rows: not one may be missing.
-    (folder / "d1.png").unlink()
+    # The ground truth counts rows: not one of its database images may be missing.
     code, _, err = run(*common, "--to", tmp_path / "incomplete")
     assert code == 2
     assert "1 of 2 images are bad and --max-bad allows 0 (d1: missing file)" in err
 
 
-def test_list_file_with_missing_images(tmp_path, run):
-    names = [write_good(tmp_path / "images", number) for number in (4, 2, 9)]
-    (tmp_path / "list.txt").write_text("\n".join([names[0], "gone.jpg", names[1], "also/gone.png", names[2]]))
-    code, _, err = run(tmp_path / "list.txt", "--root", tmp_path / "images", "--to", tmp_path / "out", *TINY,
-                       "--max-bad", "2")
-    assert code == 0, err
-    assert FeatureSet.open(str(tmp_path / "out")).ids() == names
-    assert [row["reason"] for row in skipped_rows(tmp_path / "out")] == ["missing file"] * 2
-
-
 def test_published_network_from_disk_and_from_s3(tmp_path, s3_uri, run):
-    """A ResNet-50 file in the published layout; images and features on S3 give the very bytes of those on disk."""
+    """A ResNet-50 file in the published layout; a bucket of images gives on S3 the very bytes of a list on disk."""
     torch.manual_seed(0)
     network = RetrievalNet("resnet50").eval()
     torch.nn.init.constant_(network.pool.p, 2.9)
@@ -266,7 +276,8 @@ def test_published_network_from_disk_and_from_s3(tmp_path, s3_uri, run):
     for path in sorted(images.iterdir()):
         bucket.write(path.name, path.read_bytes())
     options = ("--checkpoint", tmp_path / "net.pth", "--size", "64", "--dtype", "float32", "--max-bad", "1")
-    assert run(images, "--to", tmp_path / "out", *options)[0] == 0
+    (tmp_path / "list.txt").write_text("\n".join(path.name for path in sorted(images.iterdir())))
+    assert run(tmp_path / "list.txt", "--root", images, "--to", tmp_path / "out", *options)[0] == 0
     assert run(bucket.uri, "--to", f"{s3_uri}/features", *options)[0] == 0
     on_disk, on_s3 = FeatureSet.open(str(tmp_path / "out")), FeatureSet.open(f"{s3_uri}/features")
     assert on_disk.digest == on_s3.digest
@@ -324,7 +335,6 @@ def test_killed_driver_is_continued_to_the_same_bytes(tmp_path, monkeypatch, run
     (["IMAGES", "--to", "OUT", "--checkpoint", "IMAGES/a/000.png"], "refused, it is not a file of plain tensors"),
     (["NOWHERE", "--to", "OUT", *TINY], "there are no images at"),
     (["IMAGES", "--to", "IMAGES/features", *TINY], "lies within"),
-    (["IMAGES", "--to", "OUT", "--encoder", "tiny_encoder:make_broken"], "failed with KeyError: 'no such key'"),
     (["IMAGES", "--to", "OUT", *TINY, "--queries"], "--queries needs --gnd"),
     (["IMAGES", "--to", "OUT", *TINY, "--max-bad", "many"], "--max-bad 'many'"),
     (["IMAGES", "--to", "OUT", *TINY, "--scales", "big"], "scales 'big'"),
