@@ -94,7 +94,7 @@ class FeatureSet(StoredRows):
 def _dimensions(manifest: Manifest, uri: str) -> tuple[int, str]:
     """Dim and dtype, sound enough that nothing is allocated on the word of a damaged manifest."""
     dim, dtype = manifest.fields.get("dim"), manifest.fields.get("dtype")
-    if not isinstance(dim, int) or isinstance(dim, bool) or not 1 <= dim <= MAX_DIM or dtype not in DTYPES:
+    if not isinstance(dim, int) or isinstance(dim, bool) or not 1 <= dim <= MAX_DIM or dtype not in list(DTYPES):
         raise CorruptDataError(f"{uri}: a feature set of dim {dim!r} and dtype {dtype!r} cannot be")
     check_columns(manifest, features_schema(dim, dtype), uri)
     for part in manifest.parts:

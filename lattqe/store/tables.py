@@ -183,7 +183,7 @@ def decode_part(data: pa.Buffer, columns: list[dict[str, str]], rows: int, where
         batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
         if batch is not None:
             _validate(batch)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise CorruptDataError(f"{where} is not a readable Arrow file: {error}") from error
     if batch is None or batch.num_rows != rows:
         raise CorruptDataError(f"{where} does not hold one batch of {rows} rows")

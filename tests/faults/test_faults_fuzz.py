@@ -2,13 +2,18 @@
 
 import os
 import time
+from dataclasses import replace
 
 import fuzz_readers
 import numpy as np
 import pytest
 from fuzz_readers import Worker, _watch, fuzz
+from fuzz_seeds import make_things
 
 from lattqe.errors import LattqeError
+from lattqe.store import FeatureSet
+from lattqe.store.manifest import parse_manifest
+from lattqe.store.parts import checksum
 
 COUNT = 2000  # `make fuzz` runs 100,000
 
@@ -21,6 +26,23 @@ def test_damaged_files_are_refused_or_right():
     for name, outcomes in result.counts.items():
         assert outcomes["refused"] > 0, name
     assert sum(outcomes["accepted"] for outcomes in result.counts.values()) > 0
+
+
+def test_what_the_fuzzer_found_in_the_store(tmp_path):
+    """Manifests and parts that somebody forged, with checksums that fit."""
+    features = make_things(tmp_path)[0]
+    path = features / "manifest.json"
+    manifest = parse_manifest(path.read_bytes(), "original")
+    path.write_bytes(replace(manifest, fields={**manifest.fields, "dtype": [[]]}).to_json())
+    with pytest.raises(LattqeError, match="cannot be"):
+        FeatureSet.open(str(features))
+    part = features / manifest.parts[0].name
+    data = part.read_bytes().replace(b"label", b"l\xc9bel")
+    part.write_bytes(data)
+    forged = replace(manifest.parts[0], checksum=checksum(data))
+    path.write_bytes(replace(manifest, parts=(forged, *manifest.parts[1:])).to_json())
+    with pytest.raises(LattqeError, match="not a readable Arrow file"):
+        FeatureSet.open(str(features)).read()
 
 
 class Behaves:
