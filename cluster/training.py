@@ -11,14 +11,18 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from cluster.session import gpus_available, require_resources
 from lattqe.errors import LattqeError
-from lattqe.training import Plan, Progress, Team, train
+
+# lattqe.training is imported where it is used: Ray loads this module into processes that have no need for torch.
+if TYPE_CHECKING:
+    from lattqe.training import Plan, Progress
 
 # A worker group is started again so many times before the training gives up; preempted nodes are not counted.
 MAX_FAILURES = 10
@@ -27,9 +31,13 @@ POLL_SECONDS = 0.25
 
 @dataclass
 class Standing:
-    """What the board shows: the last progress, the workers' process ids by rank, how often they started, an error."""
+    """What the board shows: updates done of all and a line about them, the workers' process ids by rank, how often the
+    workers were started, an error that ended the training.
+    """
 
-    progress: Progress | None = None
+    step: int = 0
+    total: int = 0
+    note: str = ""
     pids: dict[int, int] = field(default_factory=dict)
     starts: int = 0
     error: str | None = None
@@ -47,9 +55,9 @@ class Board:
         self.standing.starts += rank == 0
         return self.standing.error
 
-    def tell(self, progress: Progress) -> None:
+    def tell(self, step: int, total: int, note: str) -> None:
         """Say how far the training is."""
-        self.standing.progress = progress
+        self.standing.step, self.standing.total, self.standing.note = step, total, note
 
     def fail(self, error: str) -> None:
         """Say that the training cannot continue."""
@@ -65,14 +73,19 @@ def run_worker(config: dict[str, Any]) -> None:
     import ray.train.torch
     import torch
 
+    from lattqe.training import Plan, Team, train
     from lattqe.training.stage import NotFiniteError
 
     torch.set_num_threads(config["threads"])
     board, team = config["board"], Team.joined(ray.train.torch.get_device())
     if ray.get(board.join.remote(team.rank, os.getpid())):
         return
+
+    def tell(progress: "Progress") -> None:
+        board.tell.remote(progress.step, progress.total, progress.note)
+
     try:
-        train(Plan.from_dict(config["plan"]), team, board.tell.remote)
+        train(Plan.from_dict(config["plan"]), team, tell)
     except NotFiniteError as error:  # on all workers alike: nobody waits for us
         ray.get(board.fail.remote(str(error)))
     except LattqeError as error:  # perhaps here alone: raise, so that the others do not wait for ever
@@ -81,7 +94,7 @@ def run_worker(config: dict[str, Any]) -> None:
 
 
 def train_on_cluster(
-    plan: Plan,
+    plan: "Plan",
     workers: int,
     threads: int | None = None,
     show: Callable[[Standing], None] = lambda standing: None,
@@ -91,7 +104,9 @@ def train_on_cluster(
 
     Returns when the model is published at the plan's destination, which must be claimed and reachable by all workers.
     """
-    Team(0, workers).slots(plan.config.slots)
+    from lattqe.training import Team
+
+    Team(0, workers).slots(plan.config.slots)  # refuses a number that does not fit, before anything starts
     use_gpu = gpus_available() > 0
     threads = threads or threads_for(workers)
     resources = {"CPU": float(threads)} | ({"GPU": 1.0} if use_gpu else {})
@@ -114,7 +129,7 @@ def threads_for(workers: int) -> int:
 
 
 def _trainer(
-    plan: Plan, board: Any, workers: int, threads: int, resources: dict[str, float], use_gpu: bool, storage: str,
+    plan: "Plan", board: Any, workers: int, threads: int, resources: dict[str, float], use_gpu: bool, storage: str,
     max_failures: int,
 ) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -131,8 +146,6 @@ def _trainer(
 
 def _follow(fit: "Future[Any]", board: Any, show: Callable[[Standing], None]) -> None:
     """Show the board until the training ends; raise what ended it, one line for the user."""
-    from concurrent.futures import TimeoutError as NotYet
-
     while True:
         standing = ray.get(board.read.remote())
         show(standing)

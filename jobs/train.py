@@ -71,12 +71,12 @@ def train_with_progress(plan: Any, workers: int, threads: int) -> None:
 
         def show(standing: Standing) -> None:
             nonlocal bar, told
-            if standing.progress is None or standing.progress.step == told:
+            if standing.step in (0, told):
                 return
             if bar is None:  # only now: starting the workers is no measure of how long the updates take
-                bar = stack.enter_context(progress_bar("train", standing.progress.total, told))
-            bar.advance(standing.progress.step - told, standing.progress.note)
-            told = standing.progress.step
+                bar = stack.enter_context(progress_bar("train", standing.total, told))
+            bar.advance(standing.step - told, standing.note)
+            told = standing.step
 
         train_on_cluster(plan, workers, threads, show)
 

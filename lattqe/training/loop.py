@@ -70,6 +70,7 @@ class Training:
         network = new_network(self.plan)
         if self.state.stage == "network":
             self._run_stage(Stage(network, self.config, self.team), self.config.steps, "temperature")
+            self._agree()
         network.load_state_dict(self.checkpoints.tensors(self.state, "best"))
         stage = Stage(network, self.config, self.team, dba=True)
         if self.config.temperature_on == "worlds":  # smaller ones: all of their rows are expanded in each update
@@ -79,6 +80,11 @@ class Training:
         else:
             stage.restore(self.checkpoints.tensors(self.state, "last"))
         self._publish(network, self._choose(network))
+
+    def _agree(self) -> None:
+        """Wait until the leader has written, and read it: only the leader knows the names of its files."""
+        self.team.total(torch.zeros(1))
+        self.state = self.checkpoints.load()
 
     def _run_stage(self, stage: Stage, stop: int, following: str) -> None:
         """Train one stage up to update number `stop`, from wherever its last checkpoint is."""
