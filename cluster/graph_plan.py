@@ -80,7 +80,7 @@ def plan_graph(task: GraphTask, workers: int | None = None, block_rows: int | No
     own = sets[0].rows
     cpus = int(ray.cluster_resources().get("CPU", 0))
     workers = workers or gpus_available() or max(min(cpus, own // ROWS_PER_WORKER), 1)
-    threads = 1 if gpus_available() else max(cpus // workers, 1)
+    threads = max(cpus // workers, 1)  # candidates are scored on the CPU, beside a GPU too
     resources: dict[str, float] = {"num_cpus": threads}
     if gpus_available():
         resources["num_gpus"] = 1

@@ -16,18 +16,17 @@ from typing import Any
 import numpy as np
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.blocks import user_error
-from cluster.session import gpus_available
+from cluster.reservation import check_memory, default_shards, free_resources, reserve, shard_resources
 from lattqe.errors import LattqeError
 from lattqe.search.exact import merge, published
 from lattqe.search.topk import check_queries, tiles
 from lattqe.store import FeatureSet
 
 QUERY_BLOCK = 1024  # queries put into the object store at once: 8 MiB at 2048-D
-ROWS_PER_SHARD = 100_000  # below this a further CPU shard costs more than it saves
 MAX_ROWS = 2**31 - 1  # row numbers are int32
 
 
@@ -87,10 +86,12 @@ class ShardedIndex:
     """Feature sets, one after the other, as one exact index over shards; `with` it, or `close` it, to free them.
 
     `shards`: default one for each GPU; without GPUs one for each 100,000 rows, as many as there are CPUs at the most.
+    `cpus`: of one shard; default its share of the cluster's.
     """
 
-    def __init__(self, uris: str | Sequence[str], shards: int | None = None, *, cache: str | None = None,
-                 policy: ShardPolicy | None = None, query_block: int = QUERY_BLOCK) -> None:
+    def __init__(self, uris: str | Sequence[str], shards: int | None = None, *, cpus: int | None = None,
+                 cache: str | None = None, policy: ShardPolicy | None = None,
+                 query_block: int = QUERY_BLOCK) -> None:
         self.uris = [uris] if isinstance(uris, str) else list(uris)
         self.policy, self._query_block = policy or ShardPolicy(), query_block
         sets = [FeatureSet.open(uri) for uri in self.uris]
@@ -98,7 +99,8 @@ class ShardedIndex:
         self.shards = min(shards or default_shards(self.rows), self.rows)
         self.cuts = [self.rows * shard // self.shards for shard in range(self.shards + 1)]
         self.shard_bytes = -(-self.rows // self.shards) * self.dim * max(np.dtype(each.dtype).itemsize for each in sets)
-        self.bundle = shard_resources(self.shards)
+        self.bundle = shard_resources(self.shards, cpus)
+        check_memory(self.shard_bytes, self.shards)
         self._failures: Counter[int] = Counter()
         self._group = reserve(self.bundle, self.shards, self.policy.start_timeout)
         spans = [(each.uri, each.rows) for each in sets]
@@ -126,7 +128,7 @@ class ShardedIndex:
             if not done:
                 raise LattqeError(
                     f"shard {shard} (rows {self.cuts[shard]}..{self.cuts[shard + 1]}) was not up within "
-                    f"{self.policy.start_timeout:.0f} s: it needs {self.bundle}, free is {_free()}")
+                    f"{self.policy.start_timeout:.0f} s: it needs {self.bundle}, free is {free_resources()}")
             try:
                 ray.get(ready)
                 return
@@ -275,34 +277,3 @@ def cut_pieces(spans: Sequence[tuple[str, int]], start: int, stop: int) -> list[
             pieces.append(Piece(uri, low - first, high - first))
         first += rows
     return pieces
-
-
-def default_shards(rows: int) -> int:
-    """One for each GPU; without GPUs as many CPUs as have enough rows to be worth it."""
-    cpus = int(ray.cluster_resources().get("CPU", 1))
-    return gpus_available() or max(min(rows // ROWS_PER_SHARD, cpus), 1)
-
-
-def shard_resources(shards: int) -> dict[str, float]:
-    """What one shard asks for: a GPU where there are any, and its share of the CPUs, as far as one node has them."""
-    nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
-    share = int(min(sum(nodes) // shards, min((cpus for cpus in nodes if cpus >= 1), default=1)))
-    resources: dict[str, float] = {"CPU": max(share, 1)}
-    return resources | {"GPU": 1} if gpus_available() else resources
-
-
-def reserve(bundle: dict[str, float], count: int, timeout: float) -> PlacementGroup:
-    """Reserve `count` bundles spread over the nodes, or say what is missing after `timeout` seconds."""
-    group = placement_group([dict(bundle) for _ in range(count)], strategy="SPREAD")
-    if group.wait(timeout):
-        return group
-    owned = ray.cluster_resources()
-    asked = ", ".join(f"{amount * count:g} {name} (the cluster has {owned.get(name, 0):g}, free is "
-                      f"{_free().get(name, 0):g})" for name, amount in bundle.items())
-    remove_placement_group(group)
-    raise LattqeError(f"{count} shards need {asked}, not granted within {timeout:.0f} s: ask for fewer with --workers, "
-                      "wait for other jobs to end, or add nodes")
-
-
-def _free() -> dict[str, float]:
-    return {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}

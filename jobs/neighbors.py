@@ -32,15 +32,22 @@ def main(
 
     Killed at any time, the same command goes on where it stopped. Example: lattqe neighbors features -k 64 --to graph
     """
+    from cluster.graph import begin_graph
+    from cluster.graph_plan import check_sets
     from cluster.graph_worker import GraphTask
     from cluster.session import ray_session
-    from lattqe.store import open_place
+    from lattqe.store import find_manifest, open_place
 
     # Workers may run elsewhere: addresses are made absolute here.
     task = GraphTask(open_place(features).uri, open_place(to).uri, k, against and open_place(against).uri,
                      into and open_place(into).uri, cache)
-    with ray_session(address):
-        manifest, facts = neighbors(task, workers, block_rows)
+    facts: dict[str, Any]
+    check_sets(task)
+    if find_manifest(open_place(to)) is not None:
+        manifest, facts = begin_graph(task).finish(), {}
+    else:
+        with ray_session(address):
+            manifest, facts = neighbors(task, workers, block_rows)
     facts = {"graph": to, "digest": manifest.digest, "rows": manifest.rows, "k": k} | facts
     if json:
         print_json(facts)
@@ -54,13 +61,10 @@ def neighbors(task: "GraphTask", workers: int | None = None,
 
     from cluster.graph import begin_graph, run_graph
     from cluster.graph_cut import agree_on_cut
-    from cluster.graph_plan import check_sets, plan_graph
+    from cluster.graph_plan import plan_graph
 
-    check_sets(task)
+    plan = plan_graph(task, workers, block_rows)  # before anything is claimed: it may refuse
     pending = begin_graph(task)
-    if not pending.missing():
-        return pending.finish(), {"seconds": 0.0}
-    plan = plan_graph(task, workers, block_rows)
     plan = replace(plan, cut=agree_on_cut(pending.place, plan.cut))
     task = replace(task, threads=plan.threads)
     left = _products_left(task, plan, pending)
@@ -88,6 +92,7 @@ def _products_left(task: "GraphTask", plan: "GraphPlan", pending: "Pending") -> 
 def show_plan(task: "GraphTask", plan: "GraphPlan", left: int) -> None:
     """Print what is going to happen, before it does."""
     expected = plan.seconds * left / max(plan.products, 1)
+    speed = plan.products_per_second * plan.dim * 2 / 1e9
     show_table("plan", {
         "rows": f"{plan.rows:,} × {plan.dim} {plan.dtype}, k = {task.k}",
         "workers": f"{plan.workers}, each with " + ", ".join(f"{v:g} {n[4:]}" for n, v in plan.resources.items()),
@@ -96,7 +101,15 @@ def show_plan(task: "GraphTask", plan: "GraphPlan", left: int) -> None:
         "unfinished lists": f"up to {human_bytes(plan.work_bytes)} in {task.to}/_work",
         "graph": human_bytes(8 * task.k * plan.rows),
         "products": f"{plan.flops / 1e12:.3g} TFLOP, {100 * (1 - left / max(plan.products, 1)):.0f} % of them done",
-        "expected time": f"{expected:.0f} s at {plan.products_per_second * plan.dim * 2 / 1e9:.0f} GFLOP/s a worker"})
+        "expected time": f"{human_time(expected)} at {speed:.0f} GFLOP/s a worker"})
+
+
+def human_time(seconds: float) -> str:
+    """95 -> '95 s', 3900 -> '1 h 05 min'."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def facts_of(summary: "GraphSummary", plan: "GraphPlan", left: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from lattqe.errors import LattqeError
 from lattqe.search.blocks import Block, check_vectors
 from lattqe.search.clock import Clock
 from lattqe.search.exact import merge, published
-from lattqe.search.lanes import in_lanes, lanes_on
+from lattqe.search.lanes import in_threads, lanes_on
 from lattqe.search.pairing import all_pairs, run_pairs
 from lattqe.search.products import Products
 from lattqe.search.running import RunningTopK
@@ -94,7 +94,7 @@ def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Pr
         _feed(rows, rows, cuts[a], cuts[b], running, None if a == b else running, products, clock)
 
     run_pairs(all_pairs(len(cuts)), compare, lanes)
-    return _finish(running, lists, first_row, lanes, clock)
+    return _finish(running, lists, first_row, clock)
 
 
 def compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: Lists, first_row: int,
@@ -118,8 +118,7 @@ def compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: L
         _feed(rows, visitors, cuts[a], visiting[b], running, returning, products, clock)
 
     run_pairs([(a, len(cuts) + b) for a in range(len(cuts)) for b in range(len(visiting))], compare, lanes)
-    return (_finish(running, lists, first_visitor, lanes, clock),
-            _finish(returning, visitor_lists, first_row, lanes, clock))
+    return _finish(running, lists, first_visitor, clock), _finish(returning, visitor_lists, first_row, clock)
 
 
 def tile_rows(rows: int, lanes: Sequence[Products]) -> int:
@@ -161,14 +160,14 @@ def _known(lists: Lists) -> np.ndarray | None:
     return None if np.isneginf(lists.floor).all() else lists.floor
 
 
-def _finish(running: RunningTopK, lists: Lists, first_row: int, lanes: Sequence[Products], clock: Clock) -> Lists:
+def _finish(running: RunningTopK, lists: Lists, first_row: int, clock: Clock) -> Lists:
     """Score what was kept and merge it into the lists, rows in parallel."""
-    def finish(_: Products, cut: tuple[int, int]) -> Lists:
+    def finish(cut: tuple[int, int]) -> Lists:
         part = slice(*cut)
         with clock("scoring"):
             scores, ids = running.finish(*cut)
         with clock("merging"):
             return Lists(lists.scores[part], lists.ids[part]).add(scores, ids, first_row)
 
-    parts = in_lanes(finish, list(tiles(len(running.rows), FINISH_ROWS)), lanes)
+    parts = in_threads(finish, list(tiles(len(running.rows), FINISH_ROWS)))
     return Lists(np.concatenate([part.scores for part in parts]), np.concatenate([part.ids for part in parts]))

@@ -31,6 +31,15 @@ def _libraries() -> ThreadpoolController:
     return ThreadpoolController()
 
 
+def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Call function(item) for all items with torch's number of threads: work of the CPU, whatever the device."""
+    threads = torch.get_num_threads()
+    if threads == 1 or len(items) == 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(function, items))
+
+
 def in_lanes(function: Callable[[Products, Item], Result], items: Sequence[Item],
              lanes: Sequence[Products]) -> list[Result]:
     """Call function(lane, item) for all items, each lane in its own thread; results in the order of items."""

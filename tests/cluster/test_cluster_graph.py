@@ -17,8 +17,9 @@ from cluster.graph_plan import cut_rows, plan_graph
 from cluster.graph_worker import GraphTask, GraphWorker
 from cluster.lists import file_name, find_lists, read_lists, write_lists
 from cluster.session import ray_session
+from cluster.shards import ShardedIndex
 from lattqe.errors import LattqeError
-from lattqe.search import knn_graph
+from lattqe.search import knn_graph, topk
 from lattqe.search.graph import Lists
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, open_place
 
@@ -233,12 +234,15 @@ def test_every_pair_of_blocks_is_compared_once(own, others):
 
 
 def test_a_node_killed_in_the_middle(features, undisturbed, tmp_path):
-    """Two nodes of one CPU; the second is killed when a third of the products is done. Last: it needs its own Ray."""
+    """Two nodes; the second is killed, with a shard and a worker on it, when a third of the products is done.
+
+    The graph and a search index both go on. Last: it needs its own Ray.
+    """
     ray.shutdown()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     try:
-        doomed = cluster.add_node(num_cpus=1)
-        with ray_session(cluster.address):
+        doomed = cluster.add_node(num_cpus=2)
+        with ray_session(cluster.address), ShardedIndex(features.uri, 2, cpus=1) as index:
             cut = cut_rows(900, 0, 2, 60)
             total, done, killed = sum(cut.cost(*pair) for pair in cut.pairs()), [], []
 
@@ -249,6 +253,9 @@ def test_a_node_killed_in_the_middle(features, undisturbed, tmp_path):
                     cluster.remove_node(doomed, allow_graceful=False)
 
             graph, summary = compute(GraphTask(features.uri, str(tmp_path / "graph"), K), cut, 2, kill)
+            xq = features.read(0, 50)
+            np.testing.assert_array_equal(index.search(xq, K)[1], topk(xq, features.read(), K)[1])
+            assert index.failures == 1
         assert killed
         assert summary.blocks.actors_lost >= 1, "the node died with a worker on it, before the work was done"
         assert_same(graph, undisturbed)

@@ -135,6 +135,13 @@ def test_missing_resources_are_named_in_time(crowded):
     assert not [group for group in ray.util.placement_group_table().values() if group["state"] == "PENDING"]
 
 
+def test_rows_that_cannot_fit_are_refused(crowded, monkeypatch):
+    node = {"Alive": True, "Resources": {"CPU": 7, "memory": 1e5}}
+    monkeypatch.setattr("cluster.reservation.ray.nodes", lambda: [node])
+    with pytest.raises(LattqeError, match="2 shards of 0 MiB do not fit the cluster's 0 MiB: add nodes"):
+        ShardedIndex(crowded[0].uri, 2)
+
+
 def test_wrong_input_reaches_the_caller_as_one_line(crowded, tmp_path):
     other = write(tmp_path / "other", np.eye(12))
     with pytest.raises(LattqeError, match="12 dimensions"):
