@@ -19,7 +19,7 @@ from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.extraction.pipeline import DescribedBlock
 from lattqe.extraction.sources import ImageEntry, ImageList
 from lattqe.store import Manifest, Pending, features_schema, find_manifest, open_place, part_row_counts, row_bytes
-from lattqe.store.claim import differences, read_plan
+from lattqe.store.claim import clean_up, differences, read_plan
 from lattqe.store.manifest import WORK
 from lattqe.store.normalise import normalised
 from lattqe.store.stored import StoredRows
@@ -61,10 +61,15 @@ class Destination:
         return row_bytes("features", {"dim": self.dim, "dtype": self.dtype})
 
     def find_finished(self) -> Manifest | None:
-        """The manifest of an equal feature set that is there already; AlreadyExistsError for another one."""
-        manifest = find_manifest(open_place(self.uri))
+        """The manifest of an equal feature set that is there already; AlreadyExistsError for another one.
+
+        What a run that was killed just after publishing left behind is cleared away.
+        """
+        place = open_place(self.uri)
+        manifest = find_manifest(place)
         if manifest is not None:
             self._refuse_other(manifest.kind, manifest.fields, manifest.config, manifest.inputs, "a finished thing")
+            clean_up(place)
         return manifest
 
     def _refuse_other(self, kind: str, fields: Mapping[str, Any], config: Mapping[str, Any],

@@ -141,7 +141,9 @@ def test_killed_anywhere_the_bytes_are_the_same(tmp_path, monkeypatch, killed_af
 
 def test_finished_is_recognised_and_another_configuration_refused(tmp_path):
     manifest = extract(destination(tmp_path / "out"), images(20), {3})
+    open_place(str(tmp_path / "out")).write("_work/blocks/part-00001.arrow", b"left by a killed run")
     assert destination(tmp_path / "out").find_finished() == manifest
+    assert open_place(str(tmp_path / "out")).list() == ["manifest.json", "part-00000.arrow", "skipped.csv"]
     with pytest.raises(AlreadyExistsError, match=r"config\.size: 64 there, 32 here"):
         destination(tmp_path / "out", size=32).find_finished()
 

@@ -217,6 +217,23 @@ def test_too_many_bad_ones_in_the_end_are_all_listed(tmp_path):
     assert _publish(destination, images, None, tolerated=2).rows == 8
 
 
+def test_a_twin_that_was_faster_is_no_error(tmp_path, run, monkeypatch):
+    """Another run of the same command published, and cleared the blocks away under the hands of this one."""
+    write_good(tmp_path / "images", 0)
+    described_by_twin = DescribedBlock(np.eye(1, 16, dtype=np.float32), [""])
+
+    def described_elsewhere(settings, destination, listed, part_rows, blocks, workers, tolerated):
+        pending = destination.begin(listed)
+        pending.publish(0, block_table(list(listed.entries()), described_by_twin, settings.dtype))
+        pending.finish()
+        _publish(destination, listed, None, tolerated)
+        raise LattqeError("a block is gone")
+
+    monkeypatch.setattr("jobs.extract._describe", described_elsewhere)
+    code, out, err = run(tmp_path / "images", "--to", tmp_path / "out", *TINY)
+    assert (code, json.loads(out)["rows"]) == (0, 1), err
+
+
 def test_finished_is_left_alone_and_another_configuration_refused(five_hundred, extracted, run):
     folder, to = five_hundred[0], extracted[0]
     before = (to / "manifest.json").stat().st_mtime_ns
