@@ -35,7 +35,7 @@ class Bench:
         self.place = open_place(f"{self.folder}/cells")
         self.inputs = {dataset.name: Inputs.open(dataset) for dataset in run.datasets}
         self.distractors = {(dataset.name, each.name): FeatureSet.open(each.features)
-                            for dataset in run.datasets for each in run.distractors_of(dataset.name)}
+                            for dataset in run.datasets_of("test") for each in run.distractors_of(dataset.name)}
         for (dataset, _), distractors in self.distractors.items():
             check_same_vectors(self.inputs[dataset].database, distractors)
         models = {value for method in run.methods for value in method.params.get("model", ())}

@@ -8,7 +8,7 @@ from jobs.console import command, run, screen
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
-    from lattqe.benchmark.spec import Method, Run
+    from lattqe.benchmark.spec import Run
     from lattqe.datasets.synthetic import SyntheticWorld
 
 DISTRACTORS = 5_000  # at scale 1: enough to hurt, few enough for a demonstration

@@ -1,0 +1,84 @@
+"""Run files: the shipped example is read as it says, and every mistake is refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from lattqe.benchmark.runfile import load_run, parse_run
+from lattqe.errors import LattqeError
+from lattqe.store import save_model
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "run.toml"
+DATASET = {"name": "a", "database": "db", "queries": "q"}
+AQE = {"method": "aqe", "nqe": 4}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A folder that looks like a model and says what its training chose."""
+    import numpy as np
+
+    save_model(str(tmp_path / "model"), {"x": np.zeros(1, np.float32)}, {},
+               {"chosen": {"nqe": 32, "ndba": 16, "nqe_with_dba": 24}})
+    return str(tmp_path / "model")
+
+
+def test_the_example_is_a_valid_run(tmp_path: Path, model: str) -> None:
+    text = EXAMPLE.read_text()
+    (tmp_path / "run.toml").write_text(text)
+    for name in ("no-attention", "no-position"):
+        (tmp_path / name).symlink_to(model)
+    run = load_run(tmp_path / "run.toml")
+    assert [dataset.role for dataset in run.datasets] == ["test", "test", "validation"]
+    assert run.datasets[0].database == str(tmp_path / "roxford5k")
+    assert run.distractors_of("roxford5k")[0].features.startswith("s3://")
+    assert [method.choose for method in run.methods] == ["test", "validation", "test", "fixed", "model"]
+    assert (run.methods[-1].nqe, run.methods[-1].ndba, run.methods[-1].nqe_with_dba) == ((32,), (16,), (24,))
+    assert [each.nqe for each in run.ablations] == [32, 32]
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    ({"dataset": [DATASET]}, "no \\[\\[method\\]\\]"),
+    ({"method": [AQE]}, "no \\[\\[dataset\\]\\] with role 'test'"),
+    ({"dataset": [DATASET], "method": [AQE], "metods": 1}, "unknown key 'metods'"),
+    ({"dataset": DATASET, "method": [AQE]}, "write each dataset as a table"),
+    ({"dataset": [DATASET | {"rôle": "test"}], "method": [AQE]}, "dataset 1: unknown key 'rôle'"),
+    ({"dataset": [DATASET | {"role": "train"}], "method": [AQE]}, "role is 'train'"),
+    ({"dataset": [{"name": "a", "database": "db"}], "method": [AQE]}, "queries must be a text"),
+    ({"dataset": [DATASET, DATASET], "method": [AQE]}, "two entries of \\[\\[dataset\\]\\] are called 'a'"),
+    ({"dataset": [DATASET], "method": [AQE, AQE]}, "two entries of \\[\\[method\\]\\] are called 'AQE'"),
+    ({"dataset": [DATASET], "method": [{"method": "aqee", "nqe": 4}]}, "method is 'aqee': use one of aqe"),
+    ({"dataset": [DATASET], "method": [{"method": "aqe"}]}, "needs nqe"),
+    ({"dataset": [DATASET], "method": [AQE | {"nqe": [2, 4]}]}, "fixed but has several settings"),
+    ({"dataset": [DATASET], "method": [AQE | {"nqe": 0}]}, "whole numbers from 1, not 0"),
+    ({"dataset": [DATASET], "method": [AQE | {"nqe": []}]}, "empty list"),
+    ({"dataset": [DATASET], "method": [AQE | {"alpha": 3}]}, "unknown key 'alpha'"),
+    ({"dataset": [DATASET], "method": [{"method": "alphaqe", "nqe": 4, "alpha": "3"}]}, "alpha must be float numbers"),
+    ({"dataset": [DATASET], "method": [AQE | {"choose": "oracle"}]}, "choose is 'oracle'"),
+    ({"dataset": [DATASET], "method": [AQE | {"choose": "validation", "nqe": [2, 4]}]}, "no .* role 'validation'"),
+    ({"dataset": [DATASET], "method": [AQE], "distractors": [{"name": "d", "features": "x", "of": "b"}]}, "are of 'b'"),
+    ({"dataset": [DATASET], "method": [AQE], "published": "yes"}, "published must be true or false"),
+    ({"dataset": [DATASET], "method": [{"method": "lattqe", "model": "m", "ndba": 4}]}, "ndba without nqe"),
+])
+def test_mistakes_are_refused_by_name(content: dict[str, object], words: str) -> None:
+    with pytest.raises(LattqeError, match=words) as caught:
+        parse_run(content, Path("."), "run.toml")
+    assert "run.toml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_chose_nothing_must_be_told_what_to_use(tmp_path: Path) -> None:
+    import numpy as np
+
+    save_model(str(tmp_path / "model"), {"x": np.zeros(1, np.float32)}, {}, {})
+    content = {"dataset": [DATASET], "method": [{"method": "lattqe", "model": "model"}]}
+    with pytest.raises(LattqeError, match="give nqe, ndba"):
+        parse_run(content, tmp_path, "run.toml")
+
+
+def test_files_that_are_no_toml_or_not_there(tmp_path: Path) -> None:
+    with pytest.raises(LattqeError, match="cannot read"):
+        load_run(tmp_path / "absent.toml")
+    (tmp_path / "bad.toml").write_text("title = ")
+    with pytest.raises(LattqeError, match="not valid TOML"):
+        load_run(tmp_path / "bad.toml")

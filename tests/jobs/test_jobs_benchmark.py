@@ -1,0 +1,168 @@
+"""`lattqe benchmark`: the real ground truths, what it refuses, the golden check, the photographs' known numbers."""
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import jobs.benchmark
+from jobs.benchmark import app, measure_run, print_results, publish
+from lattqe.benchmark.presets import preset_run
+from lattqe.benchmark.spec import Method
+from lattqe.datasets.revisited import load_gnd
+from lattqe.errors import LattqeError
+from lattqe.evaluation import evaluate
+from lattqe.search import FlatIndex
+from lattqe.store import FeatureSet, FeatureWriter
+
+DIM = 16
+RUN = """
+published = {published}
+bootstrap = 100
+nqe_sweep = [2]
+[[dataset]]
+name = "roxford5k"
+database = "database"
+queries = "queries"
+truth = "{truth}"
+[[method]]
+method = "aqe"
+nqe = 2
+"""
+
+
+def write(folder: Path, ids: list[str], seed: int) -> None:
+    with FeatureWriter(str(folder), DIM, dtype="float32") as writer:
+        writer.append(np.random.default_rng(seed).standard_normal((len(ids), DIM)).astype(np.float32), ids)
+
+
+def prepare(folder: Path, truth: Path, imlist: list[str], qimlist: list[str], published: bool = False) -> list[str]:
+    """A run over random descriptors with these ids; the command's words."""
+    write(folder / "database", imlist, 0)
+    write(folder / "queries", qimlist, 1)
+    (folder / "run.toml").write_text(RUN.format(truth=truth, published=str(published).lower()))
+    return [str(folder / "run.toml"), "--to", str(folder / "results")]
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These runs have few rows: nothing of theirs goes to Ray, and starting it takes seconds."""
+    from contextlib import nullcontext
+
+    import cluster.session
+
+    monkeypatch.setattr(cluster.session, "ray_session", lambda address=None: nullcontext())
+
+
+def test_any_descriptors_under_the_real_ground_truth(real_gnd: Path, tmp_path: Path) -> None:
+    gnd = load_gnd(real_gnd)
+    words = prepare(tmp_path, real_gnd, [f"jpg/{name}.jpg" for name in gnd.imlist], list(gnd.qimlist))
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    results = json.loads(done.stdout)
+    expected = evaluate(FlatIndex(FeatureSet.open(str(tmp_path / "database")).read()),
+                        FeatureSet.open(str(tmp_path / "queries")).read(), gnd.truth)
+    found = results["table3"][0]["map"]["roxford5k"]
+    assert found == {setup: pytest.approx(100 * expected[setup].mean_ap, abs=1e-9) for setup in ("medium", "hard")}
+    with open(tmp_path / "results" / "results.csv", newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert {(row["label"], row["setup"], row["measure"]) for row in rows} >= {("AQE", "hard", "mAP"),
+                                                                            ("no expansion", "medium", "mP@10")}
+    assert (tmp_path / "results" / "cells" / f"{rows[0]['cell']}.json").exists()
+    assert "report.html" in done.stderr
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ("short", "roxford5k: .*4992 rows, but imlist of the ground truth 4993 .missing: [a-z_]+_00"),
+    ("long", "4994 rows, but imlist of the ground truth 4993: distractors belong into"),
+    ("renamed", "row 5 of the database .* is 'nobody', but imlist says '[a-z_]+_00.*': they are other images"),
+    ("shuffled", "another order: sort them"),
+    ("queries missing", "69 rows, but qimlist of the ground truth 70 .missing: "),
+    ("queries renamed", "row 0 of the queries .* is 'nobody', but qimlist says"),
+])
+def test_features_that_do_not_fit_are_refused_by_name(revisited_folder: Path, tmp_path: Path, change: str,
+                                                      words: str) -> None:
+    path = revisited_folder / "gnd_roxford5k.pkl"
+    gnd = load_gnd(path)
+    imlist, qimlist = list(gnd.imlist), list(gnd.qimlist)
+    if change == "short":
+        imlist.pop(7)
+    if change == "long":
+        imlist.append("distractor")
+    if change == "renamed":
+        imlist[5] = "nobody"
+    if change == "shuffled":
+        imlist[:2] = imlist[1::-1]
+    if change == "queries missing":
+        qimlist.pop()
+    if change == "queries renamed":
+        qimlist[0] = "nobody"
+    done = CliRunner().invoke(app, prepare(tmp_path, path, imlist, qimlist))
+    assert isinstance(done.exception, LattqeError)
+    with pytest.raises(LattqeError, match=words):
+        raise done.exception
+
+
+def test_features_that_are_not_the_papers_are_warned_of_before_all_else(revisited_folder: Path, tmp_path: Path) -> None:
+    path = revisited_folder / "gnd_roxford5k.pkl"
+    gnd = load_gnd(path)
+    done = CliRunner().invoke(app, prepare(tmp_path, path, list(gnd.imlist), list(gnd.qimlist), published=True))
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.stderr.split())
+    warning = text.index("warning: roxford5k medium: mAP")
+    assert "67.30 expected of the paper's features" in text
+    assert warning < text.index("query expansion"), "the table came before the warning"
+    page = (tmp_path / "results" / "report.html").read_text()
+    assert "67.30 expected" in page
+    assert "<small>72.3</small>" in page, "the paper's AQE on Oxford Medium stands beside ours"
+
+
+def test_presets_and_files_do_not_mix(tmp_path: Path) -> None:
+    for words in (["run.toml", "--model", "m"], ["revisited"], ["synthetic", "--data", "."],
+                  ["synthetic", "--columns", "9"]):
+        done = CliRunner().invoke(app, [*words, "--to", str(tmp_path)])
+        assert isinstance(done.exception, LattqeError), words
+
+
+# The table in the data's README: no QE, AQE 4, AQEwD 8, alphaQE 3 with k = 10 and 72.
+KNOWN = {
+    128: {"cub200": (31.2, 35.3, 35.5, 34.8, 30.1), "cars196": (12.6, 13.3, 13.5, 13.4, 12.2),
+          "grocery81": (44.9, 48.6, 49.0, 48.5, 39.5), "caltech101": (75.3, 81.4, 81.4, 80.9, 78.6)},
+    512: {"cub200": (33.0, 38.3, 38.5, 37.1, 34.1), "cars196": (14.6, 16.4, 16.6, 16.0, 15.3),
+          "grocery81": (49.8, 55.1, 55.4, 55.0, 50.5), "caltech101": (78.5, 84.4, 84.7, 82.8, 82.0)}}
+
+
+@pytest.mark.parametrize("columns", [128, 512])
+def test_the_photos_preset_gives_the_known_numbers(photos_folder: Path, tmp_path: Path, columns: int) -> None:
+    alpha = {"alpha": (3.0,)}
+    methods = (Method("aqe", "AQE", "fixed", (4,)), Method("aqewd", "AQEwD", "fixed", (8,)),
+               Method("alphaqe", "αQE 10", "fixed", (10,), params=alpha),
+               Method("alphaqe", "αQE 72", "fixed", (72,), params=alpha))
+    run = preset_run("photos", photos_folder, str(tmp_path), None, columns)
+    run = dataclasses.replace(run, methods=methods, distractors=(), nqe_sweep=(4,), bootstrap=10)
+    results = measure_run(run, str(tmp_path))
+    found = {name: tuple(round(row["map"][name]["label"], 1) for row in results["table3"]) for name in KNOWN[columns]}
+    assert found == KNOWN[columns]
+
+
+def test_the_table_fits_a_screen_of_100_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmark_sets import FIXED, small_run
+
+    methods = (*FIXED, Method("aqewd", "AQEwD", "fixed", (8,), (4,), (4,)))
+    results = measure_run(small_run(tmp_path, methods), str(tmp_path))
+    publish(results, str(tmp_path))
+    screen = Console(width=100, record=True, file=open(tmp_path / "screen", "w"))  # noqa: SIM115
+    monkeypatch.setattr(jobs.benchmark, "screen", screen)
+    print_results(results)
+    text = screen.export_text()
+    assert "…" not in text
+    lines = [line.rstrip() for line in text.splitlines()]
+    heading = next(line for line in lines if "ADBA+AQE" in line)
+    assert heading.split()[-5:] == ["none", "ADBA+AQE", "DDBA+DQE", "αDBA+αQE", "ADBAwD+AQEwD"]
+    assert any(line.split() == ["chosen", "fixed", "fixed", "on", "test", "fixed"] for line in lines)
+    assert any(line.split()[:2] == ["oxford+distractors", "H"] for line in lines)
