@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-MINIATURE = ["--scale", "0.05", "--set", "steps=6", "--set", "temperature_steps=1", "--set", "validate_every=6",
-             "--set", "checkpoint_every=3", "--set", "network.layers=1", "--set", "choose_qe=8", "--set", "choose_dba=8"]
+SETTINGS = ("steps=6", "temperature_steps=1", "validate_every=6", "checkpoint_every=3", "network.layers=1",
+            "choose_qe=8", "choose_dba=8")
+MINIATURE = ["--scale", "0.05", *(word for setting in SETTINGS for word in ("--set", setting))]
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
@@ -48,7 +49,7 @@ def test_killed_in_its_benchmark_it_goes_on_to_the_report(tmp_path: Path) -> Non
     assert labels[1:6] == ["AQE", "AQEwD", "DQE", "αQE", "LAttQE"]
     assert labels[6:] == ["ADBA + AQE", "ADBAwD + AQEwD", "DDBA + DQE", "αDBA + αQE", "LAttDBA + LAttQE"]
     assert {row["choose"] for row in results["table3"][1:]} <= {"validation", "model"}, "nothing was tuned on test"
-    assert [row for row in results["table3"] if row["choose"] == "model"] == [results["table3"][5], results["table3"][10]]
+    assert [row["label"] for row in results["table3"] if row["choose"] == "model"] == [labels[5], labels[10]]
     for heading in ("1/5", "2/5", "3/5", "4/5", "5/5", "LAttDBA+LAttQE", "What to try next", "lattqe benchmark"):
         assert heading in screen
     assert (tmp_path / "demo" / "benchmark" / "report.html").exists()
