@@ -110,12 +110,12 @@ def facts(chosen: "Run", bench: "Bench") -> dict[str, Any]:
 
 
 def publish(results: dict[str, Any], to: str) -> str:
-    """Write results.json, results.csv and report.html; the page last, and its address."""
+    """Write results.json (in the order of the tables), results.csv and report.html; the page last, and its address."""
     from lattqe.report import render_page, to_csv
     from lattqe.store import open_place
 
     place = open_place(to)
-    place.write("results.json", json_format.dumps(results, indent=1, sort_keys=True, allow_nan=False).encode())
+    place.write("results.json", json_format.dumps(results, indent=1, allow_nan=False).encode())
     place.write("results.csv", to_csv(results).encode())
     place.write("report.html", render_page(results).encode())
     return f"{to.rstrip('/')}/report.html"
