@@ -76,19 +76,8 @@ def main(
     destination = _prepare(settings, to, config, inputs)
     finished = destination.find_finished()
     if finished is None:
-        pending = destination.begin(listed)
-        blocks = pending.missing()
-        try:
-            if blocks:
-                with ray_session(address):
-                    _describe(settings, destination, listed, pending.part_rows, blocks,
-                              plan_workers(workers, device), tolerated)
-            pending.finish()
-            finished = _publish(destination, listed, labels, tolerated)
-        except LattqeError:
-            finished = destination.find_finished()  # a twin of this run may have published and cleared up meanwhile
-            if finished is None:
-                raise
+        with ray_session(address):
+            finished = _make(settings, destination, listed, labels, plan_workers(workers, device), tolerated)
     show_table("features", {"at": to, "rows": finished.rows, "dim": destination.dim,
                             "skipped": f"{finished.config['skipped']}, listed in skipped.csv",
                             "bytes": human_bytes(finished.total_bytes)})
@@ -176,6 +165,23 @@ def _prepare(settings: Settings, to: str, config: dict[str, Any], inputs: dict[s
     source = settings.encoder.checkpoint or settings.encoder.hook or ""
     inputs = {**inputs, "encoder": {"uri": source, "digest": opened.digest, "kind": opened.kind}}
     return Destination(to, dim, settings.dtype, config, inputs)
+
+
+def _make(settings: Settings, destination: "Destination", listed: "ImageList", labels: "np.ndarray | None",
+          workers: "Workers", tolerated: int) -> "Manifest":
+    """Do what is left to do."""
+    pending = destination.begin(listed)
+    try:
+        blocks = pending.missing()
+        if blocks:
+            _describe(settings, destination, listed, pending.part_rows, blocks, workers, tolerated)
+        pending.finish()
+        return _publish(destination, listed, labels, tolerated)
+    except LattqeError:
+        finished = destination.find_finished()  # a twin of this run may have published and cleared up meanwhile
+        if finished is None:
+            raise
+        return finished
 
 
 def _describe(settings: Settings, destination: "Destination", listed: "ImageList", part_rows: list[int],

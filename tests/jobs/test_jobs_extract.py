@@ -310,6 +310,7 @@ def test_published_network_from_disk_and_from_s3(tmp_path, s3_uri, run):
         np.testing.assert_allclose(on_disk.read(row, row + 1)[0], (total / total.norm()).numpy(), atol=2e-6)
 
 
+@pytest.mark.slow
 def test_killed_driver_is_continued_to_the_same_bytes(tmp_path, monkeypatch, run):
     """SIGKILL in the middle; the second run keeps the blocks that were stored and ends with the very same files."""
     images = tmp_path / "images"
