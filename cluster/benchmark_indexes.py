@@ -40,15 +40,12 @@ from lattqe.store.manifest import canonical_json
 # Below this, one process is done before the workers of a cluster have started.
 ROWS_HERE = 50_000
 
-Tell = Callable[[str], None]
-
-
 class Indexes:
     """Opens the index of some rows for as long as its cells are being measured."""
 
-    def __init__(self, folder: str, models: dict[str, str], workers: int | None, shards: int | None,
-                 tell: Tell) -> None:
-        self.folder, self.models, self.workers, self.shards, self.tell = folder, models, workers, shards, tell
+    def __init__(self, folder: str, models: dict[str, str], workers: int | None, shards: int | None) -> None:
+        self.folder, self.models, self.workers, self.shards = folder, models, workers, shards
+        self.tell: Callable[[str], None] = lambda note: None
         self.costs = open_place(f"{folder}/costs")
 
     @contextmanager

@@ -25,12 +25,11 @@ from lattqe.store.manifest import canonical_json
 class Bench:
     """A run and its folder: `cells_to_do` and `fill` are its two steps, `lookup` reads what is there.
 
-    `tell` hears what is being made beside the cells; `workers` and `shards` force the work onto so many Ray actors,
-    where it would otherwise stay in this process while there are few rows.
+    `workers` and `shards` force the work onto so many Ray actors, where it would otherwise stay in this process while
+    there are few rows. `indexes.tell` may be set to hear what is being made beside the cells.
     """
 
-    def __init__(self, run: Run, folder: str, workers: int | None = None, shards: int | None = None,
-                 tell: Callable[[str], None] = lambda note: None) -> None:
+    def __init__(self, run: Run, folder: str, workers: int | None = None, shards: int | None = None) -> None:
         self.run, self.folder = run, folder.rstrip("/")
         self.place = open_place(f"{self.folder}/cells")
         self.inputs = {dataset.name: Inputs.open(dataset) for dataset in run.datasets}
@@ -41,7 +40,7 @@ class Bench:
         models = {value for method in run.methods for value in method.params.get("model", ())}
         models |= {each.model for each in run.ablations}
         self.models = {uri: read_manifest(open_place(uri), "model").digest for uri in sorted(models)}
-        self.indexes = Indexes(self.folder, self.models, workers, shards, tell)
+        self.indexes = Indexes(self.folder, self.models, workers, shards)
         self._known: dict[str, Measured] = {}
 
     def key(self, cell: Cell) -> str:

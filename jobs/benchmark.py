@@ -2,6 +2,7 @@
 
 import json as json_format
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,13 +58,12 @@ def measure_run(chosen: "Run", to: str, workers: int | None = None, shards: int 
     from cluster.benchmarking import Bench
     from lattqe.benchmark.results import assemble
 
-    notes: list[Any] = [lambda note: None]
-    bench = Bench(chosen, to, workers, shards, lambda note: notes[0](note))
+    bench = Bench(chosen, to, workers, shards)
     show_plan(chosen, bench)
     warned = False
     while cells := bench.cells_to_do():
         with progress_bar("cells", len(cells)) as bar:
-            notes[0] = lambda note, bar=bar: bar.advance(0, note)
+            bench.indexes.tell = partial(bar.advance, 0)
             bench.fill(cells, lambda cell, bar=bar: bar.advance(1, cell.dataset))  # type: ignore[misc]
         if not warned:  # after the first step, which is no expansion: before hours go into the rest
             warned = True
