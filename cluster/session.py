@@ -21,6 +21,8 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
+    # Ray starts workers at nice 15: beside anything else on the machine they would hardly start at all.
+    "RAY_worker_niceness": "0",
 }
 
 # The object store only carries query blocks and answers; vectors live in actors and memory maps.
