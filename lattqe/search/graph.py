@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from lattqe.search.topk import tiles
 WIDE_BYTES = 256 << 20  # of one block's float32 copy
 CANDIDATE_BYTES = 128 << 20  # of one block's running top-k
 FINISH_ROWS = 1024  # scored and merged at once by one thread
+MIRROR_DIM = 384  # from which on looking a pair up in the other's list is cheaper than scoring it again
 
 
 @dataclass
@@ -94,7 +96,8 @@ def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Pr
         _feed(rows, rows, cuts[a], cuts[b], running, None if a == b else running, products, clock)
 
     run_pairs(all_pairs(len(cuts)), compare, lanes)
-    return _finish(running, lists, first_row, clock)
+    _score(running, None, clock)
+    return _merge(running, lists, first_row, clock)
 
 
 def compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: Lists, first_row: int,
@@ -118,7 +121,8 @@ def compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: L
         _feed(rows, visitors, cuts[a], visiting[b], running, returning, products, clock)
 
     run_pairs([(a, len(cuts) + b) for a in range(len(cuts)) for b in range(len(visiting))], compare, lanes)
-    return _finish(running, lists, first_visitor, clock), _finish(returning, visitor_lists, first_row, clock)
+    _score(running, returning, clock)
+    return _merge(running, lists, first_visitor, clock), _merge(returning, visitor_lists, first_row, clock)
 
 
 def tile_rows(rows: int, lanes: Sequence[Products]) -> int:
@@ -160,14 +164,30 @@ def _known(lists: Lists) -> np.ndarray | None:
     return None if np.isneginf(lists.floor).all() else lists.floor
 
 
-def _finish(running: RunningTopK, lists: Lists, first_row: int, clock: Clock) -> Lists:
-    """Score what was kept and merge it into the lists, rows in parallel."""
-    def finish(cut: tuple[int, int]) -> Lists:
-        part = slice(*cut)
-        with clock("scoring"):
-            scores, ids = running.finish(*cut)
-        with clock("merging"):
-            return Lists(lists.scores[part], lists.ids[part]).add(scores, ids, first_row)
+def _score(running: RunningTopK, returning: RunningTopK | None, clock: Clock) -> None:
+    """Score what was kept, rows in parallel; of long vectors, a pair that stands in both lists only once."""
+    sides = [running] if returning is None else [running, returning]
+    mirror = sides[-1] if running.rows.dim >= MIRROR_DIM else None
+    with clock("scoring"):
+        for side in sides:
+            in_threads(side.settle, _cuts(side))
+            side.prepare_scores()
+        if mirror is not None:
+            in_threads(partial(running.score, mirror=mirror), _cuts(running))
+        for side in sides:
+            in_threads(side.score, _cuts(side))
 
-    parts = in_threads(finish, list(tiles(len(running.rows), FINISH_ROWS)))
-    return Lists(np.concatenate([part.scores for part in parts]), np.concatenate([part.ids for part in parts]))
+
+def _merge(running: RunningTopK, lists: Lists, first_row: int, clock: Clock) -> Lists:
+    """Merge what was found into the lists, rows in parallel; the row numbers found count from `first_row`."""
+    def merge_rows(start: int, stop: int) -> Lists:
+        part = Lists(lists.scores[start:stop], lists.ids[start:stop])
+        return part.add(*running.lists(start, stop), first_row)
+
+    with clock("merging"):
+        parts = in_threads(merge_rows, _cuts(running))
+        return Lists(np.concatenate([part.scores for part in parts]), np.concatenate([part.ids for part in parts]))
+
+
+def _cuts(running: RunningTopK) -> list[tuple[int, int]]:
+    return list(tiles(len(running.rows), FINISH_ROWS))

@@ -31,13 +31,13 @@ def _libraries() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Call function(item) for all items with torch's number of threads: work of the CPU, whatever the device."""
+def in_threads(function: Callable[[int, int], Result], cuts: Sequence[tuple[int, int]]) -> list[Result]:
+    """Call function(start, stop) for all cuts with torch's number of threads: CPU work, whatever the device."""
     threads = torch.get_num_threads()
-    if threads == 1 or len(items) == 1:
-        return [function(item) for item in items]
+    if threads == 1 or len(cuts) == 1:
+        return [function(*cut) for cut in cuts]
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(function, items))
+        return list(pool.map(function, *zip(*cuts)))
 
 
 def in_lanes(function: Callable[[Products, Item], Result], items: Sequence[Item],

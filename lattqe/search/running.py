@@ -10,6 +10,8 @@ import numpy as np
 from lattqe.search.blocks import Block
 from lattqe.search.exact import best_of, exact_order, exact_scores, float32_error, just_below
 
+RECEIVE_CHUNK = 8192  # pairs looked up at once
+
 
 class RunningTopK:
     """The k best rows of `others` for each of `rows`, as far as they were offered.
@@ -60,11 +62,46 @@ class RunningTopK:
             self._compact(start + full)
             keep = (slot >= capacity) & (scores > self.threshold[start + i])
 
-    def finish(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Score and order what the rows start..stop kept: ((n, k) float64, (n, k) int32), -inf and -1 missing."""
+    def settle(self, start: int, stop: int) -> None:
+        """Nothing more will be offered to the rows start..stop: keep only what may be among their k best."""
         rows = np.arange(start, stop)
         self._compact(rows[self._fill[start:stop] > self.k])
-        return best_of(*self._exact(rows), self.k)
+
+    def prepare_scores(self) -> None:
+        """All rows are settled: make room for exact scores, one for each entry."""
+        self._exact = np.full((len(self.rows), max(int(self._fill.max(initial=0)), 1)), np.nan)
+
+    def score(self, start: int, stop: int, mirror: "RunningTopK | None" = None) -> None:
+        """Score the entries of rows start..stop that have no exact score yet.
+
+        An entry (i, j) is also handed to row j of `mirror`, which may hold (j, i): most pairs stand in both lists.
+        Where `mirror` is this object, only entries with j > i are scored, the others being handed over.
+        """
+        width = self._exact.shape[1]
+        wanted = (np.arange(width) < self._fill[start:stop, None]) & np.isnan(self._exact[start:stop])
+        if mirror is self:
+            wanted &= self._ids[start:stop, :width] > np.arange(start, stop)[:, None]
+        i, slot = np.nonzero(wanted)
+        i += start
+        j = self._ids[i, slot]
+        self._exact[i, slot] = scores = exact_scores(self.rows.stored, self.others.stored, i, j)
+        if mirror is not None:
+            mirror._receive(j, i, scores)
+
+    def _receive(self, i: np.ndarray, j: np.ndarray, scores: np.ndarray) -> None:
+        """Take exact scores of pairs (i, j), for those of them that are entries here."""
+        width = self._exact.shape[1]
+        for lo in range(0, len(i), RECEIVE_CHUNK):
+            part = slice(lo, lo + RECEIVE_CHUNK)
+            entry = (self._ids[i[part], :width] == j[part, None]) & (np.arange(width) < self._fill[i[part], None])
+            p, slot = np.nonzero(entry)
+            self._exact[i[part][p], slot] = scores[part][p]
+
+    def lists(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """The exact lists of rows start..stop: ((n, k) float64, (n, k) int32 of `others`), -inf and -1 missing."""
+        used = np.arange(self._exact.shape[1]) < self._fill[start:stop, None]
+        scores = np.where(used, self._exact[start:stop], -np.inf)
+        return best_of(scores, np.where(used, self._ids[start:stop, : used.shape[1]], -1), self.k)
 
     def _compact(self, rows: np.ndarray) -> None:
         """Drop from the buffers of `rows` what can no longer be among their k best."""
@@ -88,20 +125,13 @@ class RunningTopK:
         self._fill[rows] = counts
         self.threshold[rows] = threshold
 
-    def _exact(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Exact scores of the buffers of `rows`: (m, w) float64 and (m, w) int32, w the longest fill."""
-        fill = self._fill[rows]
-        width = max(int(fill.max(initial=0)), 1)
-        used = np.arange(width) < fill[:, None]
-        ids = np.where(used, self._ids[rows, :width], -1)
+    def _exactly_best(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mark the k exactly best entries in crowded buffers: (m, capacity) bool, and the k-th scores (m,) float64."""
+        used = np.arange(self._scores.shape[1]) < self._fill[rows, None]
+        ids = self._ids[rows]
         r, _ = np.nonzero(used)
         scores = np.full(used.shape, -np.inf)
         scores[used] = exact_scores(self.rows.stored, self.others.stored, rows[r], ids[used])
-        return scores, ids
-
-    def _exactly_best(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mark the k exactly best entries in full buffers: (m, capacity) bool, and the k-th scores (m,) float64."""
-        scores, ids = self._exact(rows)
         order = exact_order(scores, ids)[:, : self.k]
         mask = np.zeros((len(rows), self._scores.shape[1]), dtype=bool)
         np.put_along_axis(mask, order, True, axis=1)

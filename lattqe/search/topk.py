@@ -78,7 +78,10 @@ def _search_block(queries: Block, database: Block, k: int, products: Products,
             running.lift(0, products.kth(tile, k))
         i, j, scores = products.passing(tile, running.threshold)
         running.offer(0, i, j + lo, scores)
-    return running.finish(0, len(queries))
+    running.settle(0, len(queries))
+    running.prepare_scores()
+    running.score(0, len(queries))
+    return running.lists(0, len(queries))
 
 
 def pair_scores(xq: np.ndarray, xb: np.ndarray, rows: np.ndarray) -> np.ndarray:

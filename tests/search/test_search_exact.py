@@ -80,9 +80,9 @@ def test_topk_is_the_definition(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-@pytest.mark.parametrize("block_rows", [None, 97])
-def test_graph_is_the_definition(kind, dtype, block_rows):
-    xb = data(kind, np.random.default_rng(2), 500, 40, dtype)
+@pytest.mark.parametrize(("dim", "block_rows"), [(40, None), (40, 97), (400, 170)])
+def test_graph_is_the_definition(kind, dtype, dim, block_rows):
+    xb = data(kind, np.random.default_rng(2), 500, dim, dtype)
     ids, scores = knn_graph(xb, 9, block_rows=block_rows)
     expected_ids, expected_scores = slow_graph(xb, 9)
     np.testing.assert_array_equal(ids, expected_ids)

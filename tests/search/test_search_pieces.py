@@ -89,7 +89,10 @@ def test_a_running_list_survives_any_order_and_size_of_offers():
     for columns in np.array_split(rng.permutation(2000), [3, 4, 500, 501, 1990]):
         i, j = np.divmod(np.arange(40 * len(columns)), len(columns))
         running.offer(0, i, columns[j], scores[i, columns[j]])
-    ids = running.finish(0, 40)[1]
+    running.settle(0, 40)
+    running.prepare_scores()
+    running.score(0, 40)
+    ids = running.lists(0, 40)[1]
     exact = np.vecdot(xq[:, None].astype(np.float64), xb.astype(np.float64))
     expected = np.lexsort((np.broadcast_to(np.arange(2000), exact.shape), -exact), axis=-1)[:, :6]
     np.testing.assert_array_equal(ids, expected)
