@@ -170,15 +170,18 @@ class LocalPlace(Place):
         """Remove one file, and the folders below the place that it leaves empty."""
         path = self.file(name)
         with explained("delete", path):
-            with suppress(FileNotFoundError):
-                path.unlink()
-            for folder in path.parents:
-                if folder == self.path or not folder.is_relative_to(self.path):
-                    break
-                try:
-                    folder.rmdir()
-                except OSError:  # not empty, or gone: somebody else's business
-                    break
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        for folder in path.parents:
+            if folder == self.path or not folder.is_relative_to(self.path):
+                break
+            try:
+                folder.rmdir()
+            except OSError:  # not empty, or gone: somebody else's business
+                break
 
     def sweep(self) -> None:
         """Remove temporary files whose process is dead, or that are a day old on another machine's account."""
@@ -186,7 +189,7 @@ class LocalPlace(Place):
             for path in self.path.rglob(f"{TEMPORARY}*"):
                 with suppress(FileNotFoundError):
                     if _abandoned(path):
-                        path.unlink()
+                        self._remove(path)
 
     def remove_if_empty(self) -> None:
         """Remove the folder where nothing is in it."""
