@@ -6,13 +6,24 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export RAY_USAGE_STATS_ENABLED = 0
 
-.PHONY: demo test lint faults fuzz clean
+.PHONY: demo test lint browser faults fuzz clean
 
 demo: $(STAMP)
 	$(BIN)/lattqe demo --to demo
 
-test: $(STAMP) lint
+test: $(STAMP) lint browser
 	$(BIN)/python -m pytest
+
+# The report is tested in a real Chromium: installed where we are allowed to, else that test says that it is missing.
+browser:
+	@command -v chromedriver >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  (apt-get -qq update && apt-get -qq install -y chromium chromium-driver) >/dev/null 2>&1 || true; fi
+
+faults: $(STAMP)
+	$(BIN)/python -m pytest tests/faults
+
+fuzz: $(STAMP)
+	$(BIN)/python tests/faults/fuzz_readers.py --count 100000
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
