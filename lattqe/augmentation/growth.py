@@ -18,8 +18,8 @@ def renumbered(I: np.ndarray, kept: np.ndarray, old_rows: int) -> np.ndarray:  #
 def reusable_rows(old: NeighborGraph, new: NeighborGraph, kept: np.ndarray, k: int) -> np.ndarray:
     """For each row of the new graph the old row whose vector is the same, or -1: (new.rows,) int64.
 
-    A row's vector depends on itself and on its first k neighbors (the method's depth), all of them original vectors that never change; so
-    it stays where the list of those is the same rows in the same order.
+    A row's vector depends on itself and on its first k neighbors (the method's depth), all of them original vectors
+    that never change; so it stays where the list of those is the same rows in the same order.
     """
     reusable = np.full(new.rows, -1, dtype=np.int64)
     for start in range(0, len(kept), BLOCK):
