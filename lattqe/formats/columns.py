@@ -74,9 +74,9 @@ def _text(value: Any, name: str, row: int) -> str:
         raise LattqeError(f"{name}: row {row} is a {type(value).__name__}; text or a whole number is needed")
     text = str(value)
     if not text.isascii():
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
+        try:  # there and back: numpy makes texts of numbers beyond Unicode, and Python encodes them
+            text.encode("utf-8").decode("utf-8")
+        except UnicodeError:
             raise LattqeError(f"{name}: row {row} is not valid Unicode") from None
     return text
 

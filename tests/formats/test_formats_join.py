@@ -175,6 +175,15 @@ def test_side_files_that_cannot_be(files, tmp_path, name, what):
         open_source(files, **{what: tmp_path / name})
 
 
+def test_ids_beyond_unicode(files, tmp_path):
+    """Numpy keeps any number for a letter, and Python would even encode it."""
+    ids = np.array([f"u{row}" for row in range(10)])
+    ids.view(np.uint32).reshape(10, -1)[3, 0] = 0x200000
+    np.save(tmp_path / "ids.npy", ids)
+    with pytest.raises(LattqeError, match="row 3 is not valid Unicode"):
+        open_source(files, ids=tmp_path / "ids.npy")
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [(np.array([0.5] * 10), "float64"), (np.array([2**31] * 10), "row 0 is 2147483648, which does not fit"),
