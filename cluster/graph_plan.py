@@ -175,7 +175,9 @@ def probe(dim: int, threads: int) -> dict[str, Any]:
         rows = lanes[0].hold(x)
 
         def multiply(products: Any, _: int) -> None:
-            products.passing(products.multiply(rows, rows[::-1] if device.type == "cpu" else rows), above, above)
+            tile = products.multiply(rows, rows[::-1] if device.type == "cpu" else rows)
+            for columns in (False, True):
+                products.passing(tile, above, columns)
 
         in_lanes(multiply, range(len(lanes)), lanes)
         started, rounds = time.perf_counter(), 0

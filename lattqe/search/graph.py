@@ -144,12 +144,11 @@ def _feed(rows: Block, visitors: Block, cut: tuple[int, int], visiting: tuple[in
         _lift(running, lo, hi, tile, last - first, products, columns=False)
         if returning is not None:
             _lift(returning, first, last, tile, hi - lo, products, columns=True)
-        i, j, scores = products.passing(tile, running.threshold[lo:hi],
-                                        None if returning is None else returning.threshold[first:last])
+        i, j, scores = products.passing(tile, running.threshold[lo:hi])
         running.offer(lo, i, j + first, scores)
         if returning is not None:
-            order = np.argsort(j.astype(np.uint16), kind="stable")  # 16 bits sort by radix; tiles are smaller
-            returning.offer(first, j[order], i[order] + lo, scores[order])
+            j, i, scores = products.passing(tile, returning.threshold[first:last], columns=True)
+            returning.offer(first, j, i + lo, scores)
 
 
 def _lift(running: RunningTopK, lo: int, hi: int, tile: object, entries: int, products: Products,

@@ -34,8 +34,11 @@ class Products(Protocol):
     def kth(self, tile: Any, k: int, columns: bool = False) -> np.ndarray:
         """The k-th largest entry of each row (or column), float32."""
 
-    def passing(self, tile: Any, rows: np.ndarray, columns: np.ndarray | None = None) -> Passing:
-        """Entries above their row's threshold (na,) or their column's (nb,): i, j ordered by (i, j), and scores."""
+    def passing(self, tile: Any, threshold: np.ndarray, columns: bool = False) -> Passing:
+        """Entries above the threshold of their row (na,): rows i ascending, columns j, scores.
+
+        With `columns`, above the threshold of their column (nb,): columns ascending, rows, scores.
+        """
 
 
 class NumpyProducts:
@@ -44,7 +47,7 @@ class NumpyProducts:
     def __init__(self, tile: int = 2048) -> None:
         self.tile = tile
         self._buffer = np.empty(0, dtype=np.float32)
-        self._masks = [np.empty(0, dtype=bool), np.empty(0, dtype=bool)]
+        self._mask = np.empty(0, dtype=bool)
 
     def hold(self, x: np.ndarray) -> np.ndarray:
         """See Products; memory-mapped rows stay memory-mapped."""
@@ -59,7 +62,7 @@ class NumpyProducts:
         size = len(a) * len(b)
         if self._buffer.size < size:
             self._buffer = np.empty(size, dtype=np.float32)
-            self._masks = [np.empty(size, dtype=bool), np.empty(size, dtype=bool)]
+            self._mask = np.empty(size, dtype=bool)
         return np.matmul(a, b.T, out=self._buffer[:size].reshape(len(a), len(b)))
 
     def blank(self, tile: np.ndarray, i: np.ndarray, j: np.ndarray) -> None:
@@ -72,15 +75,17 @@ class NumpyProducts:
         place = lines.shape[1] - k
         return np.partition(lines, place, axis=1)[:, place]
 
-    def passing(self, tile: np.ndarray, rows: np.ndarray, columns: np.ndarray | None = None) -> Passing:
+    def passing(self, tile: np.ndarray, threshold: np.ndarray, columns: bool = False) -> Passing:
         """See Products."""
-        mask, other = (flat[: tile.size].reshape(tile.shape) for flat in self._masks)
-        np.greater(tile, rows[:, None], out=mask)
-        if columns is not None:
-            mask |= np.greater(tile, columns, out=other)
+        mask = self._mask[: tile.size].reshape(tile.shape)
+        np.greater(tile, threshold if columns else threshold[:, None], out=mask)
         places = np.flatnonzero(mask)
         i = places // tile.shape[1]
-        return i, places - i * tile.shape[1], np.take(tile, places)
+        j, scores = places - i * tile.shape[1], np.take(tile, places)
+        if not columns:
+            return i, j, scores
+        order = np.argsort(j.astype(np.uint16) if tile.shape[1] <= 1 << 16 else j, kind="stable")  # radix on 16 bits
+        return j[order], i[order], scores[order]
 
 
 class TorchProducts:
@@ -116,13 +121,11 @@ class TorchProducts:
         lines = tile.T.contiguous() if columns else tile
         return torch.topk(lines, k, dim=1, sorted=False).values.amin(dim=1).cpu().numpy()
 
-    def passing(self, tile: torch.Tensor, rows: np.ndarray, columns: np.ndarray | None = None) -> Passing:
-        """See Products."""
-        mask = tile > self._bring(rows)[:, None]
-        if columns is not None:
-            mask |= tile > self._bring(columns)
-        i, j = mask.nonzero(as_tuple=True)
-        return i.cpu().numpy(), j.cpu().numpy(), tile[i, j].cpu().numpy()
+    def passing(self, tile: torch.Tensor, threshold: np.ndarray, columns: bool = False) -> Passing:
+        """See Products; `nonzero` of the transposed mask comes ordered by columns."""
+        lines = tile.T if columns else tile
+        i, j = (lines > self._bring(threshold)[:, None]).nonzero(as_tuple=True)
+        return i.cpu().numpy(), j.cpu().numpy(), lines[i, j].cpu().numpy()
 
     def _bring(self, values: np.ndarray) -> torch.Tensor:
         return as_tensor(values).to(self.device)

@@ -38,16 +38,15 @@ class RunningTopK:
         np.maximum(self.threshold[start:stop], possible, out=self.threshold[start:stop])
 
     def offer(self, start: int, i: np.ndarray, j: np.ndarray, scores: np.ndarray) -> None:
-        """Take candidates: rows start + i (m,), i ascending, other rows j (m,), float32 scores (m,)."""
-        keep = scores > self.threshold[start + i]
+        """Take candidates: rows start + i (m,), i ascending, other rows j (m,), float32 scores (m,).
+
+        Scores not above the rows' thresholds may be left out, and should be.
+        """
         if self.others.surplus is not None:
-            keep &= ~self.others.surplus[j]
+            keep = ~self.others.surplus[j]
+            i, j, scores = i[keep], j[keep], scores[keep]
         capacity = self._scores.shape[1]
-        while True:
-            if not keep.all():
-                i, j, scores = i[keep], j[keep], scores[keep]
-            if not i.size:
-                return
+        while i.size:
             rank, counts = _places(i)
             rows = slice(start, start + len(counts))
             slot = self._fill[rows][i] + rank
@@ -61,6 +60,7 @@ class RunningTopK:
                 return
             self._compact(start + full)
             keep = (slot >= capacity) & (scores > self.threshold[start + i])
+            i, j, scores = i[keep], j[keep], scores[keep]
 
     def settle(self, start: int, stop: int) -> None:
         """Nothing more will be offered to the rows start..stop: keep only what may be among their k best."""
