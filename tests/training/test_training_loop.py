@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training_sets import plan_for
+from training_sets import plan_for, write_sets
 
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.model import LAttQE
@@ -89,8 +89,9 @@ def test_the_best_validation_decides_what_is_kept(undisturbed: Plan) -> None:
     assert chosen == pytest.approx(max(means.values()))
 
 
-def test_the_second_stage_changes_the_temperature_alone(sets: dict[str, str], tmp_path: Path) -> None:
-    plan = plan_for(sets, tmp_path / "model")
+@pytest.mark.parametrize("recipe", ["paper", "relational"])
+def test_the_second_stage_changes_the_temperature_alone(sets: dict[str, str], tmp_path: Path, recipe: str) -> None:
+    plan = plan_for(sets, tmp_path / "model", *RECIPES[recipe])
     with pytest.raises(Killed):
         train(plan, report=kill_at(6))
     checkpoints = Checkpoints(open_place(plan.destination))
@@ -119,6 +120,20 @@ def test_training_lowers_the_loss_and_raises_validation(sets: dict[str, str], tm
     losses = [entry["loss"] for entry in metrics["history"] if "loss" in entry]
     assert losses[-1] < 0.8 * losses[0]
     assert metrics["best"]["map"] > metrics["validation"]["none"]["database"]
+
+
+@pytest.mark.s3
+def test_a_training_on_s3_continues_there(s3_uri: str, tmp_path: Path) -> None:
+    sets = write_sets(f"{s3_uri}/sets")
+    plans = [plan_for(sets, f"{s3_uri}/model"), plan_for(write_sets(tmp_path), tmp_path / "model")]
+    with pytest.raises(Killed):
+        train(plans[0], report=kill_at(5))
+    assert "_work/state.json" in open_place(plans[0].destination).list()
+    for plan in plans:
+        train(plan)
+    found, wanted = (tensors(plan) for plan in plans)
+    assert all(np.array_equal(found[name], value) for name, value in wanted.items())
+    assert not [name for name in open_place(plans[0].destination).list() if name.startswith("_work")]
 
 
 def test_nan_stops_at_its_step_and_keeps_the_last_good_checkpoint(
