@@ -32,6 +32,7 @@ class Bench:
     def __init__(self, run: Run, folder: str, workers: int | None = None, shards: int | None = None) -> None:
         self.run, self.folder = run, folder.rstrip("/")
         self.place = open_place(f"{self.folder}/cells")
+        self.place.sweep()  # of what a killed run was writing
         self.inputs = {dataset.name: Inputs.open(dataset) for dataset in run.datasets}
         self.distractors = {(dataset.name, each.name): FeatureSet.open(each.features)
                             for dataset in run.datasets_of("test") for each in run.distractors_of(dataset.name)}

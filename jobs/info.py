@@ -5,7 +5,6 @@ from math import isfinite, prod
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from jobs.console import command, human_bytes, print_json, run, show_table
 
@@ -24,7 +23,7 @@ def main(
     if json:
         print_json(facts)
         return
-    show_table(escape(facts["uri"]), {escape(name): escape(text) for name, text in _lines(facts).items()})
+    show_table(facts["uri"], _lines(facts))
 
 
 def describe(thing: Any) -> dict[str, Any]:

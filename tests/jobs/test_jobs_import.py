@@ -199,17 +199,16 @@ def test_no_space_left(run, tmp_path, monkeypatch):
     assert files_below(tmp_path) == ["x.npy"]
 
 
-# Runs the job with parts of 1 KiB and kills itself when the given number of files has been made.
+# Runs the job with parts of 1 KiB and kills itself when the given number of files is there and one more would come.
 KILLED = """
 import functools, os, signal, sys
 import lattqe.store as store
 from lattqe.store.local import LocalPlace
-limit, create, made = int(sys.argv.pop(1)), LocalPlace.create, []
+limit, create = int(sys.argv.pop(1)), LocalPlace.create
 store.FeatureWriter = functools.partial(store.FeatureWriter, part_bytes=1024)
 def create_or_die(self, name, data):
-    if len(made) == limit:
+    if sum(path.is_file() for path in self.path.rglob("*")) == limit:
         os.kill(os.getpid(), signal.SIGKILL)
-    made.append(name)
     create(self, name, data)
 LocalPlace.create = create_or_die
 from jobs.cli import main
