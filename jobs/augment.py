@@ -69,8 +69,8 @@ def given_graph(uri: str, original: "FeatureSet", k: int) -> "NeighborGraph":
         raise LattqeError(f"{uri} is the graph of other features (digest {made_of[:12]}, these have "
                           f"{original.digest[:12]}): compute theirs with `lattqe neighbors`")
     if graph.k < k:
-        raise LattqeError(f"{uri} has {graph.k} neighbors for each row, {k} are needed: use -k {graph.k}, or compute "
-                          f"a longer one with `lattqe neighbors -k {k}`")
+        raise LattqeError(f"{uri} has {graph.k} neighbors for each row, {k} are needed: compute a longer one with "
+                          f"`lattqe neighbors -k {k}`")
     return graph
 
 
