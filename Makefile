@@ -12,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/lattqe demo --to demo
 
 test: $(STAMP) lint browser
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 # The report is tested in a real Chromium: installed where we are allowed to, else that test says that it is missing.
 browser:

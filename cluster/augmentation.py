@@ -272,13 +272,18 @@ def run_augmentation(task: Augmentation, workers: int, on_rows: Callable[[int], 
     return AugmentSummary(summary, seconds, peak, expanded)
 
 
-def run_augmentation_here(task: Augmentation) -> None:
-    """Compute and publish all missing parts in this process: for sets too small to be worth starting workers."""
+def run_augmentation_here(task: Augmentation) -> int:
+    """Compute and publish all missing parts in this process: for sets too small to be worth starting workers.
+
+    Returns how many rows went through the method.
+    """
     items, waiting = items_to_do(Pending.attach(task.to), task.block_rows)
-    if items:
-        worker = AugmentWorker(task)
-        for item in [*items, *((part,) for part, missing in waiting.items() if missing)]:
-            worker.run(item)
+    if not items:
+        return 0
+    worker = AugmentWorker(task)
+    for item in [*items, *((part,) for part, missing in waiting.items() if missing)]:
+        worker.run(item)
+    return worker.expanded
 
 
 def worker_resources() -> dict[str, float]:

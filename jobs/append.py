@@ -1,5 +1,6 @@
 """Let rows join or leave an augmented index; only rows whose neighborhoods changed are augmented again."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,8 @@ from jobs.console import command, run, show_table
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
-    from lattqe.augmentation import Recipe
+    from cluster.augmentation import Augmentation
+    from lattqe.augmentation import GrowthCost, Recipe
     from lattqe.store import FeatureSet, NeighborGraph
 
 
@@ -29,13 +31,10 @@ def main(
 
     Example: lattqe append index new-features --to index2
     """
-    from cluster.augmentation import Augmentation, write_reusable
     from cluster.session import ray_session
-    from lattqe.augmentation import ORIGINALS, Recipe, reusable_rows
-    from lattqe.expansion import create
+    from lattqe.augmentation import ORIGINALS, Recipe
     from lattqe.store import FeatureSet
     from lattqe.store.join import check_joinable, join_features, kept_rows
-    from lattqe.store.place import open_place
 
     if not to:
         raise LattqeError("nowhere to put the grown index: name a folder or s3:// address with --to")
@@ -47,22 +46,16 @@ def main(
     if newcomers is not None:
         check_joinable(recipe.features, newcomers)
     kept = kept_rows(recipe.features, _read_ids(remove))
-    base = to.rstrip("/")
-    joined = join_features(recipe.features, kept, newcomers, f"{base}/{ORIGINALS}")
-    graph = grown_graph(recipe, joined, kept, base)
-    # DQE's negatives are the lowest of all rows, which any newcomer may be: nothing can be taken over.
-    reuse = recipe.method != "dqe"
-    task = Augmentation(joined.uri, graph.uri, to, recipe.method, recipe.k, recipe.params, cache,
-                        previous=old_index.uri if reuse else None)
-    if reuse:
-        depth = create(recipe.method, **recipe.params).depth(recipe.k)
-        reusable = reusable_rows(recipe.graph, graph, kept, depth)
-        write_reusable(open_place(to), reusable)
-        show_table("growth", {"rows that stay": f"{len(kept):,}", "rows that join": f"{joined.rows - len(kept):,}",
-                              "rows touched": f"{int((reusable < 0).sum()):,} of {joined.rows:,}"})
+    joined = join_features(recipe.features, kept, newcomers, f"{to.rstrip('/')}/{ORIGINALS}")
+    task, graph, cost = prepare(old_index, recipe, joined, kept, to, cache)
+    share = cost.products / max(cost.products_from_scratch, 1)
+    show_table("growth", {
+        "rows that stay": f"{len(kept):,}", "rows that join": f"{cost.joined:,}",
+        "rows touched": f"{cost.touched:,} of {cost.rows:,} ({cost.touched / cost.rows:.1%})",
+        "products": f"{cost.products:,}, {share:.1%} of {cost.products_from_scratch:,} from scratch"})
     with ray_session(address):
         manifest, summary = augment(task, joined, graph, workers)
-    report("grown index", manifest, summary, to, json)
+    report("grown index", manifest, summary, to, json, cost.facts())
 
 
 def _read_ids(path: Path | None) -> list[str]:
@@ -74,9 +67,37 @@ def _read_ids(path: Path | None) -> list[str]:
         raise LattqeError(f"cannot read the ids to remove from {path}: {error}") from error
 
 
-def grown_graph(recipe: "Recipe", joined: "FeatureSet", kept: np.ndarray, base: str) -> "NeighborGraph":
-    """The exact graph of the joined rows, updated from the old one and published in the new index."""
+def prepare(old_index: "FeatureSet", recipe: "Recipe", joined: "FeatureSet", kept: np.ndarray, to: str,
+            cache: str | None = None) -> "tuple[Augmentation, NeighborGraph, GrowthCost]":
+    """Update the graph and find the rows that can be taken over: what is left to do, and what it cost so far."""
+    from cluster.augmentation import Augmentation, write_reusable
+    from lattqe.augmentation import GrowthCost, reusable_rows
+    from lattqe.expansion import create
+    from lattqe.store.place import open_place
+
+    graph, counts = grown_graph(recipe, joined, kept, to.rstrip("/"))
+    # DQE's negatives are the lowest of all rows, which any newcomer may be: nothing can be taken over.
+    reuse = recipe.method != "dqe"
+    touched = joined.rows
+    if reuse:
+        depth = create(recipe.method, **recipe.params).depth(recipe.k)
+        reusable = reusable_rows(recipe.graph, graph, kept, depth)
+        write_reusable(open_place(to), reusable)
+        touched = int((reusable < 0).sum())
+    cost = GrowthCost.of(joined.rows, joined.rows - len(kept), counts["searched"], touched, counts)
+    task = Augmentation(joined.uri, graph.uri, to, recipe.method, recipe.k, recipe.params, cache,
+                        previous=old_index.uri if reuse else None)
+    return task, graph, cost
+
+
+def grown_graph(recipe: "Recipe", joined: "FeatureSet", kept: np.ndarray,
+                base: str) -> "tuple[NeighborGraph, Counter[str]]":
+    """The exact graph of the joined rows, updated from the old one and published in the new index.
+
+    With it the counts of "products", pairs "scored" and old rows "searched" anew; none where an earlier run did it.
+    """
     from lattqe.augmentation import GRAPH, renumbered
+    from lattqe.search.clock import Clock
     from lattqe.search.update import update_graph
     from lattqe.store import NeighborGraph, Pending, neighbors_table, part_row_counts, row_bytes
 
@@ -84,16 +105,19 @@ def grown_graph(recipe: "Recipe", joined: "FeatureSet", kept: np.ndarray, base: 
     part_rows = part_row_counts(joined.rows, row_bytes("neighbors", fields))
     pending = Pending.begin(f"{base}/{GRAPH}", "neighbors", fields, part_rows, config={"job": "append"},
                             inputs={"features": joined.as_input(), "before": recipe.graph.as_input()})
+    clock = Clock()
     if pending.missing():
         I, D = recipe.graph.gather(kept)  # noqa: E741
         I = renumbered(I, kept, recipe.features.rows)  # noqa: E741
-        I, D = update_graph(joined.read(), I, D, stale=np.any(I < -1, axis=1))  # noqa: E741
+        stale = np.any(I < -1, axis=1)
+        clock.count("searched", int(stale.sum()))
+        I, D = update_graph(joined.read(), I, D, stale, clock=clock)  # noqa: E741
         stops = np.cumsum(part_rows)
         for part in pending.missing():
             rows = slice(int(stops[part]) - part_rows[part], int(stops[part]))
             pending.publish(part, neighbors_table(I[rows], D[rows]))
     pending.finish()
-    return NeighborGraph.open(pending.uri)
+    return NeighborGraph.open(pending.uri), clock.counts
 
 
 app = command(main)

@@ -109,18 +109,20 @@ def augment(task: "Augmentation", original: "FeatureSet", graph: "NeighborGraph"
     return pending.finish(), summary
 
 
-def report(verb: str, manifest: "Manifest", summary: "AugmentSummary", to: str, json: bool) -> None:
-    """Print what was made and what it took."""
+def report(verb: str, manifest: "Manifest", summary: "AugmentSummary", to: str, json: bool,
+           more: dict[str, Any] | None = None) -> None:
+    """Print what was made and what it took; `more` facts of the verb's own."""
     spent = {name: round(seconds, 2) for name, seconds in summary.seconds.items()}
     facts: dict[str, Any] = {
         "index": to, "digest": manifest.digest, "rows": manifest.rows, "expanded_rows": summary.expanded,
         "seconds": round(summary.blocks.seconds, 2), "worker_seconds": spent,
         "peak_worker_bytes": summary.peak_bytes, "retries": summary.blocks.retries,
-        "workers_lost": summary.blocks.actors_lost, "spare_copies": summary.blocks.spare_copies}
+        "workers_lost": summary.blocks.actors_lost, "spare_copies": summary.blocks.spare_copies} | (more or {})
     if json:
         print_json(facts)
     rate = summary.expanded / max(summary.blocks.seconds, 1e-9)
-    show_table(f"{verb} {to}", facts | {
+    readable = {name: f"{value:,}" if isinstance(value, int) else value for name, value in facts.items()}
+    show_table(f"{verb} {to}", readable | {
         "seconds": f"{facts['seconds']} ({rate:,.0f} rows/s)", "peak_worker_bytes": human_bytes(summary.peak_bytes),
         "worker_seconds": ", ".join(f"{name} {seconds}" for name, seconds in spent.items())})
 

@@ -81,9 +81,17 @@ def mortal_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Ser
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests first: a mistake shows in seconds, not after the last kill. Files stay together."""
+    """One process for the tests with Ray, one after another; another one for all the rest, a file at a time.
+
+    Two Rays at once would starve each other on two cores; a Ray and a unit test do not: Ray mostly waits.
+    In a single process (`-n 0`) the fast tests come first: a mistake shows in seconds, not after the last kill.
+    """
     slow: dict[str, int] = {}
     for item in items:
         rank = 2 if item.get_closest_marker("ray") else 1 if "s3" in getattr(item, "fixturenames", ()) else 0
         slow[item.location[0]] = max(rank, slow.get(item.location[0], 0))
-    items.sort(key=lambda item: slow[item.location[0]])
+    parallel = "PYTEST_XDIST_WORKER" in os.environ
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ray" if slow[item.location[0]] == 2 else item.location[0]))
+    # Handed out in this order: the long row of Ray tests has to start first.
+    items.sort(key=lambda item: (parallel and slow[item.location[0]] < 2, slow[item.location[0]]))

@@ -1,4 +1,8 @@
-"""Which rows of an index stay as they are when its database grows or shrinks."""
+"""Which rows of an index stay as they are when its database grows or shrinks, and what the others cost."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -6,6 +10,40 @@ from lattqe.store import NeighborGraph
 
 BLOCK = 65536
 LEFT = -2  # in renumbered lists: a neighbor that is no longer there
+
+
+@dataclass(frozen=True)
+class GrowthCost:
+    """What growing an index took, counted, beside what making it anew takes."""
+
+    rows: int  # of the grown index
+    joined: int  # of them new
+    searched: int  # old rows whose list lost a member, searched anew
+    touched: int  # rows that go through the method, the new ones included
+    products: int  # of two vectors
+    scored: int  # pairs scored again in float64
+
+    @classmethod
+    def of(cls, rows: int, joined: int, searched: int, touched: int, counts: Counter[str]) -> "GrowthCost":
+        """Put together what a `Clock` counted."""
+        return cls(rows, joined, searched, touched, counts["products"], counts["scored"])
+
+    @property
+    def products_from_scratch(self) -> int:
+        """Each pair of rows once."""
+        return self.rows * (self.rows - 1) // 2
+
+    @property
+    def products_allowed(self) -> float:
+        """In proportion to what changed: 1.1 times the touched share, and the own search of whoever needs one."""
+        share = self.touched / max(self.rows, 1)
+        return 1.1 * share * self.products_from_scratch + (self.joined + self.searched) * self.rows
+
+    def facts(self) -> dict[str, Any]:
+        """For the summary, and for scripts."""
+        return {"rows_joined": self.joined, "rows_touched": self.touched, "rows_searched_again": self.searched,
+                "products": self.products, "products_from_scratch": self.products_from_scratch,
+                "pairs_scored_again": self.scored}
 
 
 def renumbered(I: np.ndarray, kept: np.ndarray, old_rows: int) -> np.ndarray:  # noqa: E741

@@ -138,6 +138,7 @@ def _feed(rows: Block, visitors: Block, cut: tuple[int, int], visiting: tuple[in
     (lo, hi), (first, last) = cut, visiting
     with clock("products"):
         tile = products.multiply(rows.held[lo:hi], visitors.held[first:last])
+    clock.count("products", (hi - lo) * (last - first))
     with clock("selection"):
         if returning is None:  # a diagonal tile: symmetric, and a row must not find itself
             products.blank(tile, np.arange(hi - lo), np.arange(hi - lo))
@@ -172,9 +173,9 @@ def _score(running: RunningTopK, returning: RunningTopK | None, clock: Clock) ->
             in_threads(side.settle, _cuts(side))
             side.prepare_scores()
         if mirror is not None:
-            in_threads(partial(running.score, mirror=mirror), _cuts(running))
+            clock.count("scored", sum(in_threads(partial(running.score, mirror=mirror), _cuts(running))))
         for side in sides:
-            in_threads(side.score, _cuts(side))
+            clock.count("scored", sum(in_threads(side.score, _cuts(side))))
 
 
 def _merge(running: RunningTopK, lists: Lists, first_row: int, clock: Clock) -> Lists:

@@ -71,8 +71,8 @@ class RunningTopK:
         """All rows are settled: make room for exact scores, one for each entry."""
         self._exact = np.full((len(self.rows), max(int(self._fill.max(initial=0)), 1)), np.nan)
 
-    def score(self, start: int, stop: int, mirror: "RunningTopK | None" = None) -> None:
-        """Score the entries of rows start..stop that have no exact score yet.
+    def score(self, start: int, stop: int, mirror: "RunningTopK | None" = None) -> int:
+        """Score the entries of rows start..stop that have no exact score yet; return how many that were.
 
         An entry (i, j) is also handed to row j of `mirror`, which may hold (j, i): most pairs stand in both lists.
         Where `mirror` is this object, only entries with j > i are scored, the others being handed over.
@@ -87,6 +87,7 @@ class RunningTopK:
         self._exact[i, slot] = scores = exact_scores(self.rows.stored, self.others.stored, i, j)
         if mirror is not None:
             mirror._receive(j, i, scores)
+        return len(scores)
 
     def _receive(self, i: np.ndarray, j: np.ndarray, scores: np.ndarray) -> None:
         """Take exact scores of pairs (i, j), for those of them that are entries here."""

@@ -22,18 +22,18 @@ from lattqe.search.topk import best_rows, pair_scores, tiles
 
 
 def update_graph(xb: np.ndarray, I: np.ndarray, D: np.ndarray, stale: np.ndarray | None = None, *,  # noqa: E741
-                 device: torch.device | None = None) -> tuple[np.ndarray, np.ndarray]:
+                 device: torch.device | None = None, clock: Clock | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Bring a graph up to date: I (n, k) int32, D (n, k) float32, the same as `knn_graph(xb, k)` gives.
 
     xb (n, D): the surviving old rows in their order, then the new ones. I, D (m, k): the old rows' lists in the row
     numbers of xb. `stale` (m,) bool marks old rows whose list lost a member; their I and D are not looked at.
-    Products: (n - m)·n for the new rows, and n for each stale row.
+    Products: (n - m)·n for the new rows, and n for each stale row; `clock.counts` has them counted.
     """
     n, (m, k) = len(xb), I.shape
     if m > n:
         raise LattqeError(f"a graph of {m} rows cannot belong to {n} rows")
     stale = np.zeros(m, dtype=bool) if stale is None else stale
-    clock = Clock()
+    clock = clock or Clock()
     new_I, new_D = np.empty((n, k), dtype=np.int32), np.empty((n, k), dtype=np.float32)
     new_I[:m], new_D[:m] = I, D
     with lanes_on(device) as lanes:
@@ -43,7 +43,7 @@ def update_graph(xb: np.ndarray, I: np.ndarray, D: np.ndarray, stale: np.ndarray
             for lo, hi in tiles(m + start, rows_per_block(xb.shape[1], k)):
                 lists = _compare_with_known(rows, lists, m + start, xb, (lo, hi), new_I, new_D, lanes, clock)
             new_D[m + start:m + stop], new_I[m + start:m + stop] = published(lists.scores, lists.ids)
-        _search_again(xb, np.flatnonzero(stale), new_I, new_D, lanes)
+        _search_again(xb, np.flatnonzero(stale), new_I, new_D, lanes, clock)
     return new_I, new_D
 
 
@@ -61,6 +61,7 @@ def _compare_with_known(rows: Block, lists: Lists, first_row: int, xb: np.ndarra
     if len(touched):
         own = I[lo + touched]
         own_scores = np.where(own < 0, -np.inf, pair_scores(xb[lo + touched], xb, own))
+        clock.count("scored", int((own >= 0).sum()))
         newcomers = offered.ids[touched]
         scores = np.where(newcomers < 0, -np.inf, offered.scores[touched])
         D[lo + touched], I[lo + touched] = published(*merge([(own_scores, own), (scores, newcomers)], k))
@@ -68,9 +69,10 @@ def _compare_with_known(rows: Block, lists: Lists, first_row: int, xb: np.ndarra
 
 
 def _search_again(xb: np.ndarray, rows: np.ndarray, I: np.ndarray, D: np.ndarray,  # noqa: E741
-                  lanes: Sequence[Products]) -> None:
+                  lanes: Sequence[Products], clock: Clock) -> None:
     """Search rows whose lists lost a member among all others."""
     if not len(rows):
         return
+    clock.count("products", len(rows) * len(xb))
     found = best_rows(xb[rows], Block.load(xb, lanes[0]), I.shape[1], lanes, exclude=rows)
     D[rows], I[rows] = published(*found)

@@ -230,12 +230,14 @@ def test_every_pair_of_blocks_is_compared_once(own, others):
 def test_a_node_killed_in_the_middle(features, undisturbed, tmp_path):
     """Two nodes; the second is killed, with a shard and a worker on it, when a third of the products is done.
 
-    The graph and a search index both go on. Last: it needs its own Ray.
+    The graph and a search index both go on, on a node that joins. Two processors a node for two shards and two
+    workers: both nodes are full, so the dying one has a worker. Last: it needs its own Ray.
     """
     ray.shutdown()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     try:
         doomed = cluster.add_node(num_cpus=2)
+        cluster.wait_for_nodes()
         with ray_session(cluster.address), ShardedIndex(features.uri, 2, cpus=1) as index:
             cut = cut_rows(900, 0, 2, 60)
             total, done, killed = sum(cut.cost(*pair) for pair in cut.pairs()), [], []
@@ -244,6 +246,7 @@ def test_a_node_killed_in_the_middle(features, undisturbed, tmp_path):
                 done.append(products)
                 if sum(done) > total / 3 and not killed:
                     killed.append(time.monotonic())
+                    cluster.add_node(num_cpus=2)
                     cluster.remove_node(doomed, allow_graceful=False)
 
             graph, summary = compute(GraphTask(features.uri, str(tmp_path / "graph"), K), cut, 2, kill)

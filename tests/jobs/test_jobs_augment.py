@@ -153,7 +153,8 @@ def test_appending_equals_from_scratch_at_the_cost_of_what_changed(features, gra
     now = np.where(lists[0] >= len(kept), -1, kept[np.minimum(lists[0], len(kept) - 1)])[:len(kept)]
     touched = int((before != now).any(axis=1).sum()) + 10
     assert told["expanded_rows"] == touched, "exactly the rows whose lists changed, and the new ones"
-    assert touched < 0.2 * ROWS
+    assert told["rows_touched"] == touched < 0.2 * ROWS
+    assert 10 * (ROWS - 2) < told["products"] < 0.1 * told["products_from_scratch"]
 
 
 def test_appending_refuses_what_cannot_be(features, graph, data, tmp_path, capsys):
