@@ -22,17 +22,21 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from jobs.log_file import logged
 from lattqe.errors import LattqeError
+from lattqe.events import event
 
 # Results go to stdout where scripts read them; everything for people's eyes goes to stderr.
 screen = Console(stderr=True, highlight=False)
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+LINE_SECONDS = 10.0  # between two lines about the progress, in the log file and where there is no terminal
 
 
-def show_table(title: str, rows: dict[str, Any]) -> None:
-    """Print a two-column table: the plan before the work, the summary after it."""
+def show_table(title: str, rows: dict[str, Any], plan: bool = False) -> None:
+    """Print a two-column table: the plan before the work, the summary after it; the log file gets both."""
+    event("plan" if plan or title == "plan" else "summary", title=title, table=rows)
     table = Table(title=escape(title), title_justify="left", show_header=False, box=None, padding=(0, 2))
     for name, value in rows.items():
         table.add_row(f"[bold]{escape(name)}[/bold]", escape(str(value)))
@@ -65,10 +69,12 @@ class ProgressBar:
         self._done += amount
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, advance=amount, note=note)
-            return
         now = time.monotonic()
-        if now - self._last_line >= 10:
-            self._last_line = now
+        if now - self._last_line < LINE_SECONDS:
+            return
+        self._last_line = now
+        event("progress", phase=self._title, done=self._done, total=self._total, note=note)
+        if self._progress is None:
             remaining = (now - self._started) * (self._total - self._done) / max(self._done, 1)
             screen.print(f"{self._title}: {self._done}/{self._total}, about {remaining:.0f} s to go {note}".rstrip())
 
@@ -76,6 +82,16 @@ class ProgressBar:
 @contextmanager
 def progress_bar(title: str, total: int, done: int = 0) -> Iterator[ProgressBar]:
     """Show progress of `total` units, `done` of which were finished by an earlier run."""
+    started = time.monotonic()
+    event("phase", phase=title, total=total, done=done)
+    with _bar(title, total, done) as bar:
+        yield bar
+    event("phase done", phase=title, seconds=round(time.monotonic() - started, 3))
+
+
+@contextmanager
+def _bar(title: str, total: int, done: int) -> Iterator[ProgressBar]:
+    """A bar on a terminal, lines elsewhere."""
     if not screen.is_terminal:
         bar = ProgressBar(None, None, title, total)
         bar._done = done
@@ -106,7 +122,7 @@ def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def command(function: Callable[..., Any]) -> typer.Typer:
     """Make the typer application of one job out of its typed function."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    app.command()(function)
+    app.command()(logged(function))
     return app
 
 

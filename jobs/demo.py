@@ -6,6 +6,7 @@ import typer
 
 from jobs.console import command, run, screen
 from lattqe.errors import LattqeError
+from lattqe.events import event
 
 if TYPE_CHECKING:
     from lattqe.benchmark.spec import Run
@@ -62,6 +63,7 @@ def main(
 
 def step(number: int, text: str) -> None:
     """Say what comes."""
+    event("phase", phase=text, number=number)
     screen.print(f"\n[bold]{number}/5[/bold] {text}")
 
 

@@ -26,7 +26,7 @@ def main(
         "to": to,
         "index": (factory or "Flat") if indexed else "none",
         "memory": f"about {human_bytes(features.rows * features.dim * 4)} if flat" if indexed else "a few parts",
-    })
+    }, plan=True)
     started = time.monotonic()
     names = export_features(features, to, factory)
     screen.print(f"wrote {', '.join(names)} in {time.monotonic() - started:.1f} s", markup=False, soft_wrap=True)

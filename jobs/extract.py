@@ -194,7 +194,8 @@ def _describe(settings: Settings, destination: "Destination", listed: "ImageList
         "scales": ", ".join(f"{scale:.4g}" for scale in settings.scales),
         "blocks": f"{len(blocks)} of {len(part_rows)} to do",
         "workers": f"{min(workers.count, len(blocks))} × {workers.device}, {workers.cpus} threads each",
-        "features": f"{destination.uri}, about {human_bytes(len(listed) * destination.row_bytes)}"})
+        "features": f"{destination.uri}, about {human_bytes(len(listed) * destination.row_bytes)}"},
+        plan=True)
     task = ExtractionTask(destination.stage_uri, listed.root, settings.encoder, settings.framing, settings.scales,
                           settings.batch, destination.dim, destination.dtype)
     bad: list[tuple[str, str]] = []

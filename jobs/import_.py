@@ -77,6 +77,7 @@ def _write(source: Any, to: str, dtype: str, skip_bad: bool, config: dict[str, A
             "stored as": f"{dtype}, about {human_bytes(source.rows * source.dim * width)}",
             "destination": to,
         },
+        plan=True,
     )  # fmt: skip
     with FeatureWriter(
         to, source.dim, dtype, labels=source.has_labels, config=config, inputs=inputs, skip_bad=skip_bad

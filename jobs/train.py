@@ -65,7 +65,8 @@ def train_with_progress(plan: Any, workers: int, threads: int) -> None:
     workers = workers or max(1, gpus_available())
     threads = threads or threads_for(workers)
     resumed = {"continuing at update": f"{done:,}"} if done else {}
-    show_table("train", _plan_rows(plan) | {"workers × threads": f"{workers} × {threads}", **resumed})
+    show_table("train", _plan_rows(plan) | {"workers × threads": f"{workers} × {threads}", **resumed},
+               plan=True)
     with ExitStack() as stack:
         bar, told = None, done
 

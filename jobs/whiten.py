@@ -5,12 +5,14 @@ from typing import Annotated
 import typer
 
 from jobs.console import human_bytes, print_json, progress_bar, run, show_table
+from jobs.log_file import logged
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", help=__doc__,
                   no_args_is_help=True)
 
 
 @app.command()
+@logged
 def learn(
     features: Annotated[str, typer.Argument(help="feature set to learn from; method learned needs its labels")],
     to: Annotated[str, typer.Option(help="where to write the whitening: folder or s3://bucket/prefix")],
@@ -26,13 +28,14 @@ def learn(
 
     opened = FeatureSet.open(features)
     show_table("whiten learn", {"features": f"{opened.rows} × {opened.dim}", "method": method,
-                                "covariance": human_bytes(8 * opened.dim**2)})
+                                "covariance": human_bytes(8 * opened.dim**2)}, plan=True)
     whitening = learn_whitening(opened, method, dim)
     manifest = whitening.save(to, {"features": opened.as_input()})
     print_json({"uri": to, "digest": manifest.digest, "input_dim": whitening.input_dim, **whitening.config})
 
 
 @app.command()
+@logged
 def apply(
     features: Annotated[str, typer.Argument(help="feature set to whiten")],
     whitening: Annotated[str, typer.Option(help="what `lattqe whiten learn` made")],
@@ -55,6 +58,7 @@ def apply(
 
 
 @app.command()
+@logged
 def from_checkpoint(
     checkpoint: Annotated[str, typer.Argument(help="network file of the published layout that carries a whitening")],
     to: Annotated[str, typer.Option(help="where to write the whitening: folder or s3://bucket/prefix")],

@@ -125,7 +125,8 @@ def open_place(uri: str) -> Place:
     from lattqe.store.local import LocalPlace
 
     uri = str(uri)
-    if uri.startswith("s3://") and ("@" in uri.split("/")[2] or "?" in uri):  # other tools allow this: never show it
+    # Other tools allow credentials here: never show them, not even in a message. A secret key may have a slash.
+    if uri.startswith("s3://") and (set("@:") & set(uri.split("/")[2]) or "?" in uri):
         raise LattqeError("an s3:// address holds no credentials and no options: use s3://bucket/prefix, and set "
                           "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL")
     if "://" not in uri:
