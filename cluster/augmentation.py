@@ -17,6 +17,7 @@ import ray
 import xxhash
 
 from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
+from cluster.metrics import Work, count_traffic
 from cluster.session import gpus_available
 from lattqe.augmentation import describe
 from lattqe.errors import CorruptDataError, LattqeError
@@ -95,6 +96,7 @@ class AugmentWorker:
             self.write_piece(item[1], self.expand(item[1], item[2]))
         else:
             self.assemble(item[0])
+        count_traffic("augment")
         spent = {name: total - before[name] for name, total in self.seconds.items()}
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {"seconds": spent, "peak_bytes": peak, "expanded": self.expanded - expanded}
@@ -251,24 +253,28 @@ def run_augmentation(task: Augmentation, workers: int, on_rows: Callable[[int], 
     peak = expanded = 0
     actor_class = ray.remote(**(resources or {"num_cpus": 1}))(AugmentWorker)
 
+    def rows_of(item: Item) -> int:
+        """Rows that are done with an item; a part of several blocks has no more to do than to be assembled."""
+        if len(item) == 3:
+            return item[2] - item[1]
+        rows = pending.part_rows[item[0]]
+        return rows if rows <= task.block_rows else 0
+
     def on_done(item: Item, result: dict[str, Any]) -> list[Item]:
         nonlocal peak, expanded
         peak = max(peak, result["peak_bytes"])
         expanded += result["expanded"]
         for name, spent in result["seconds"].items():
             seconds[name] = seconds.get(name, 0.0) + spent
+        on_rows(rows_of(item))
         if len(item) == 1:
-            start, stop = part_spans(pending.part_rows)[item[0]]
-            on_rows(stop - start if stop - start <= task.block_rows else 0)
             return []
-        part, start, stop = item
-        on_rows(stop - start)
-        waiting[part].discard(start)
-        return [] if waiting[part] else [(part,)]
+        waiting[item[0]].discard(item[1])
+        return [] if waiting[item[0]] else [(item[0],)]
 
     # A spread strategy uses every node's cores and disks before doubling up on one.
     summary = run_blocks(lambda _: actor_class.options(scheduling_strategy="SPREAD").remote(task), workers, items,
-                         on_done=on_done, policy=policy)
+                         on_done=on_done, policy=policy, work=Work("augment", rows_of))
     return AugmentSummary(summary, seconds, peak, expanded)
 
 
