@@ -80,6 +80,7 @@ def mortal_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Ser
     server.kill()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One process for the tests with Ray, one after another; another one for all the rest, a file at a time.
 
