@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from cluster.metrics import Watch, Work
 from lattqe.errors import LattqeError
 
 Block = TypeVar("Block", bound=Hashable)  # what names a block: a number, or a tuple such as (part, start, stop)
@@ -67,8 +68,9 @@ class _BlockRun(Generic[Block]):
     """The state of one `run_blocks`: which actor has which block, and what is still to do."""
 
     def __init__(self, make_worker: Callable[[int], Any], workers: int, blocks: Iterable[Block], method: str,
-                 policy: BlockPolicy) -> None:
-        self.make_worker, self.method, self.policy = make_worker, method, policy
+                 policy: BlockPolicy, work: Work) -> None:
+        self.make_worker, self.method, self.policy, self.work = make_worker, method, policy, work
+        self.watch = Watch(work.kind)
         self.queue = deque(blocks)
         self.remaining = set(self.queue)
         self.failures: Counter[Block] = Counter()
@@ -99,7 +101,10 @@ class _BlockRun(Generic[Block]):
             mendable = user_error(error)
             if mendable is not None or self.failed_starts > self.policy.max_failures:
                 raise mendable or error from None
+            self.watch.lost(worker, error)
             self.start(worker)
+        else:
+            self.watch.started(worker)
 
     def check_start(self) -> None:
         """A cluster that cannot place any actor is an error, not a silent wait."""
@@ -137,6 +142,7 @@ class _BlockRun(Generic[Block]):
                       and time.monotonic() - flight.started > patience)
         for worker, (_, block) in zip(idle, late):
             self.summary.spare_copies += 1
+            self.watch.copied(self.work.label(block), worker)
             self.send(block, worker)
 
     def collect(self, reference: Any, on_done: Callable[[Block, Any], Iterable[Block] | None]) -> None:
@@ -147,29 +153,34 @@ class _BlockRun(Generic[Block]):
             mendable = user_error(error)
             if mendable is not None:
                 raise mendable from None  # wrong input stays wrong: no retry, the one clear line reaches the user
-            if isinstance(error, RayActorError) and not self.bury(flight):
-                self.requeue(flight.block)
+            self.watch.failed(self.work.label(flight.block), flight.worker, error)
+            if isinstance(error, RayActorError) and not self.bury(flight, error):
+                self.requeue(flight)
             else:
-                self.fail(flight.block, error)
+                self.fail(flight, error)
         else:
-            self.durations.append(time.monotonic() - flight.started)
+            seconds = time.monotonic() - flight.started
+            self.durations.append(seconds)
             if flight.block in self.remaining:
                 self.remaining.discard(flight.block)
                 self.summary.blocks += 1
                 self.summary.blocks_by_worker[flight.worker] += 1
+                self.watch.done(self.work.label(flight.block), flight.worker, self.work.rows(flight.block), seconds)
                 more = list(on_done(flight.block, result) or ())
                 self.remaining.update(more)
                 self.queue.extendleft(reversed(more))
 
-    def bury(self, flight: _Flight[Block]) -> bool:
+    def bury(self, flight: _Flight[Block], error: Exception) -> bool:
         """Replace a dead actor, once; tell whether this block was the one it died on, not one queued behind that."""
         if self.actors[flight.worker] is flight.actor:
             self.summary.actors_lost += 1
+            self.watch.lost(flight.worker, error)
             ray.kill(flight.actor)  # it may be only unreachable: it must not come back beside its replacement
             self.start(flight.worker)
         return all(other.started > flight.started for other in self.flights.values() if other.actor is flight.actor)
 
-    def fail(self, block: Block, error: Exception) -> None:
+    def fail(self, flight: _Flight[Block], error: Exception) -> None:
+        block = flight.block
         self.failures[block] += 1
         if self.failures[block] > self.policy.max_failures:
             if isinstance(error, RayTaskError):
@@ -177,31 +188,35 @@ class _BlockRun(Generic[Block]):
             reason = str(error).strip().splitlines()[0]
             raise LattqeError(f"block {block} failed {self.failures[block]} times, last with: {reason}: "
                               "see the Ray logs of its node (often too little memory: use fewer workers)")
-        self.requeue(block)
+        self.requeue(flight)
 
-    def requeue(self, block: Block) -> None:
+    def requeue(self, flight: _Flight[Block]) -> None:
         """Ask for a block again, unless it is done or another copy of it is still on its way."""
+        block = flight.block
         if block in self.remaining and block not in self.queue \
                 and all(flight.block != block for flight in self.flights.values()):
             self.summary.retries += 1
+            self.watch.retried(self.work.label(block), flight.worker)
             self.queue.append(block)
 
     def stop(self) -> None:
         for actor in self.actors.values():
             ray.kill(actor)
+        self.watch.close()
 
 
 def run_blocks(make_worker: Callable[[int], Any], workers: int, blocks: Iterable[Block], *, method: str = "run",
                on_done: Callable[[Block, Any], Iterable[Block] | None],
-               policy: BlockPolicy | None = None) -> BlockSummary:
+               policy: BlockPolicy | None = None, work: Work | None = None) -> BlockSummary:
     """Run `method(block)` once, effectively, for every block over `workers` actors.
 
     `make_worker(number)` starts one actor (from URIs and numbers, never arrays) and is called again when one dies.
     `on_done(block, result)` is called in this process, exactly once for each block, in order of completion; it may
     return further blocks that have only now become possible (a part whose last piece has just arrived).
+    `work` says how the blocks are called and counted in logs and metrics.
     Raises the actor's own LattqeError at once, and anything else after `policy.max_failures` retries of one block.
     """
-    state = _BlockRun(make_worker, workers, blocks, method, policy or BlockPolicy())
+    state = _BlockRun(make_worker, workers, blocks, method, policy or BlockPolicy(), work or Work())
     started = time.monotonic()
     try:
         while state.remaining:

@@ -8,6 +8,7 @@ import numpy as np
 import ray
 
 from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
+from cluster.metrics import Work, count_traffic
 from cluster.session import gpus_available, require_resources
 from lattqe.errors import LattqeError
 from lattqe.extraction.encoder import EncoderSpec, open_encoder
@@ -101,6 +102,7 @@ class ExtractionWorker:
         entries = list(self.images.entries(int(self.starts[block]), int(self.starts[block + 1])))
         described = self.describer.describe(entries)
         self.pending.publish(block, block_table(entries, described, self.task.dtype))
+        count_traffic("extract")
         bad = [(entry.id, reason) for entry, reason in zip(entries, described.reasons) if reason]
         return BlockReport(len(entries), bad)
 
@@ -109,6 +111,7 @@ def extract_blocks(task: ExtractionTask, workers: Workers, blocks: list[int],
                    on_done: Callable[[BlockReport], None]) -> BlockSummary:
     """Describe the given blocks; `on_done` hears of each as it is published."""
     count = min(workers.count, len(blocks))
+    part_rows = Pending.attach(task.stage_uri).part_rows
     require_resources({"CPU": workers.cpus, "GPU": workers.gpus}, count)
 
     actor = ray.remote(num_cpus=workers.cpus, num_gpus=workers.gpus, max_concurrency=BLOCKS_AT_ONCE)(ExtractionWorker)
@@ -116,4 +119,5 @@ def extract_blocks(task: ExtractionTask, workers: Workers, blocks: list[int],
     def make_worker(number: int) -> Any:
         return actor.remote(task, workers.device, workers.cpus)
 
-    return run_blocks(make_worker, count, blocks, on_done=lambda _, report: on_done(report), policy=POLICY)
+    return run_blocks(make_worker, count, blocks, on_done=lambda _, report: on_done(report), policy=POLICY,
+                      work=Work("extract", lambda block: part_rows[block]))

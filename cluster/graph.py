@@ -22,6 +22,7 @@ from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
 from cluster.graph_cut import Cut
 from cluster.graph_worker import GraphTask, GraphWorker, Item, open_sets
 from cluster.lists import find_lists
+from cluster.metrics import Work
 from lattqe.errors import LattqeError
 from lattqe.search.pairing import Pairing
 from lattqe.store import NeighborGraph, Pending, find_manifest, part_row_counts, row_bytes
@@ -101,6 +102,10 @@ class Progress:
                 if self.cut.rows(block)[0] < high and low < self.cut.rows(block)[1]
                 and self.seen[block] != self.cut.complete(block)}
 
+    def rows_of(self, item: Item) -> int:
+        """Rows whose lists are published with a piece of work."""
+        return self.pending.part_rows[item[0]] if len(item) == 1 else 0
+
     def products_left(self) -> int:
         """Products still to compute."""
         return sum(self.cut.cost(*pair) for pair in self.cut.pairs() if not self.compared(*pair)) if self.parts else 0
@@ -171,7 +176,8 @@ def run_graph(task: GraphTask, cut: Cut, workers: int, on_products: Callable[[in
     summary = BlockSummary()
     try:
         summary = run_blocks(lambda _: actor_class.options(scheduling_strategy="SPREAD").remote(task, cut), workers,
-                             progress.possible(), on_done=progress.done, policy=policy)
+                             progress.possible(), on_done=progress.done, policy=policy,
+                             work=Work("neighbors", progress.rows_of, lambda item: item[:2]))
     except _Finished:
         summary.seconds = time.monotonic() - started
     return GraphSummary(summary, dict(progress.seconds), list(progress.busy.values()),

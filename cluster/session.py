@@ -12,6 +12,7 @@ import ray
 
 import lattqe
 from lattqe.errors import LattqeError
+from lattqe.events import event
 
 # What a worker must share with the driver to reach the same storage. On a cluster with an IAM profile none is set.
 FORWARDED = ("AWS_", "LATTQE_")
@@ -47,15 +48,19 @@ def _runtime_env() -> dict[str, Any]:
 
 def _connect(address: str | None, cpus: int | None) -> None:
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if address is None:
-        # "local": a cluster somebody started on this machine is joined only when asked for.
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False,
-                 object_store_memory=LOCAL_OBJECT_STORE_BYTES, **quiet)
-        return
     try:
-        ray.init(address=address, runtime_env=_runtime_env(), **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        if address is None:
+            # "local": a cluster somebody started on this machine is joined only when asked for.
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False,
+                     object_store_memory=LOCAL_OBJECT_STORE_BYTES, **quiet)
+        else:
+            ray.init(address=address, runtime_env=_runtime_env(), **quiet)
+    except Exception as error:  # Ray's own, of a dozen kinds down to plain `Exception`: none is a bug of ours
+        ray.shutdown()  # what was started half
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if address is None:
+            raise LattqeError(f"Ray could not start on this machine ({reason}): free memory, disk or processor time, "
+                              "or give the --address of a running cluster") from error
         raise LattqeError(f"no Ray cluster answers at {address!r} ({reason}): start one with `ray start --head`, "
                           "or leave --address out to run on this machine") from error
 
@@ -74,6 +79,9 @@ def ray_session(address: str | None = None, cpus: int | None = None) -> Iterator
         os.environ.setdefault(name, value)
     _connect(address or os.environ.get("RAY_ADDRESS") or None, cpus)
     try:
+        owned = ray.cluster_resources()
+        event("ray", ray_job=ray.get_runtime_context().get_job_id(), nodes=len(ray.nodes()),
+              resources={name: owned[name] for name in ("CPU", "GPU", "memory") if name in owned})
         yield
     finally:
         ray.shutdown()

@@ -20,6 +20,7 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.blocks import user_error
+from cluster.metrics import Watch, count_traffic
 from cluster.reservation import check_memory, default_shards, free_resources, reserve, shard_resources
 from lattqe.errors import LattqeError
 from lattqe.search.exact import merge, published
@@ -61,6 +62,7 @@ class Shard:
         parts = [FeatureSet.open(piece.uri, cache).read(piece.start, piece.stop) for piece in pieces]
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         self.index = FlatIndex(rows, pick_device(), first_row)
+        count_traffic("search")
 
     def search(self, xq: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The k best rows of this shard: (nq, k) float64, (nq, k) int32."""
@@ -102,6 +104,7 @@ class ShardedIndex:
         self.bundle = shard_resources(self.shards, cpus)
         check_memory(self.shard_bytes, self.shards)
         self._failures: Counter[int] = Counter()
+        self._watch = Watch("search")
         self._group = reserve(self.bundle, self.shards, self.policy.start_timeout)
         spans = [(each.uri, each.rows) for each in sets]
         self._actors = [self._start(shard, cut_pieces(spans, *cut), cache)
@@ -131,6 +134,7 @@ class ShardedIndex:
                     f"{self.policy.start_timeout:.0f} s: it needs {self.bundle}, free is {free_resources()}")
             try:
                 ray.get(ready)
+                self._watch.started(shard)
                 return
             except ActorUnavailableError:  # Ray is building it again
                 time.sleep(0.1)
@@ -145,6 +149,7 @@ class ShardedIndex:
         if not isinstance(error, RayActorError):
             raise error
         self._failures[shard] += 1
+        self._watch.lost(shard, error)
         if self._failures[shard] > self.policy.max_failures:
             reason = str(error).strip().rsplit("\n", 1)[-1].strip()
             raise LattqeError(f"shard {shard} (rows {self.cuts[shard]}..{self.cuts[shard + 1]}) died "
@@ -178,7 +183,10 @@ class ShardedIndex:
                         if life == self._failures[shard]:  # else one death took several blocks, and it is rebuilt
                             self._note_failure(shard, error)
                             self._wait_ready(shard)
+                        self._watch.retried(f"{method} {asked}", shard)
                         send(asked, shard)
+                    else:
+                        self._watch.count(shard)
             del shared[number]
             complete = answers.pop(number)
             yield [complete[shard] for shard in range(self.shards)]
@@ -196,7 +204,11 @@ class ShardedIndex:
         xq = check_queries(xq, self.dim)
         if k < 1:
             raise LattqeError(f"k must be at least 1, got {k}")
-        lists = [merge(parts, k) for parts in self._ask("search", [(block, k) for block in self._blocks(xq)])]
+        blocks = self._blocks(xq)
+        lists = []
+        for block, parts in zip(blocks, self._ask("search", [(block, k) for block in blocks])):
+            lists.append(merge(parts, k))
+            self._watch.count_rows(len(block))
         if not lists:
             return np.empty((0, k)), np.empty((0, k), dtype=np.int32)
         return np.concatenate([part[0] for part in lists]), np.concatenate([part[1] for part in lists])
@@ -247,6 +259,7 @@ class ShardedIndex:
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
+        self._watch.close()
         remove_placement_group(self._group)
 
     def __enter__(self) -> "ShardedIndex":

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from cluster.metrics import Watch
 from cluster.session import gpus_available, require_resources
 from lattqe.errors import LattqeError
 
@@ -116,7 +117,7 @@ def train_on_cluster(
     try:
         trainer = _trainer(plan, board, workers, threads, resources, use_gpu, storage, max_failures)
         with ThreadPoolExecutor(1) as thread:  # not the main thread: there Ray Train would swallow Ctrl-C
-            _follow(thread.submit(trainer.fit), board, show)
+            _follow(thread.submit(trainer.fit), board, _counting(show, plan.config.batch))
     finally:
         ray.kill(board)
         shutil.rmtree(storage, ignore_errors=True)
@@ -142,6 +143,24 @@ def _trainer(
         scaling_config=ScalingConfig(num_workers=workers, use_gpu=use_gpu, resources_per_worker=resources),
         run_config=RunConfig(name="train", storage_path=storage, failure_config=FailureConfig(max_failures)),
     )
+
+
+def _counting(show: Callable[[Standing], None], batch: int) -> Callable[[Standing], None]:
+    """Show what the board says, and count it: updates are the blocks, queries the rows, restarts the lost actors."""
+    watch, told, starts = Watch("train"), None, 1
+
+    def shown(standing: Standing) -> None:
+        nonlocal told, starts
+        if standing.starts > starts:
+            watch.lost(0, RuntimeError("a worker of the group died"))
+            starts = standing.starts
+        if told is not None and standing.step > told:
+            watch.count(0, pieces=standing.step - told)
+            watch.count_rows((standing.step - told) * batch)
+        told = max(told or 0, standing.step) if standing.step else told  # a continued training begins where it was
+        show(standing)
+
+    return shown
 
 
 def _follow(fit: "Future[Any]", board: Any, show: Callable[[Standing], None]) -> None:

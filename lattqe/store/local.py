@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.store.place import Bytes, MissingFileError, Place, check_name
+from lattqe.store.traffic import traffic
 
 TEMPORARY = ".tmp-"
 # A temporary file of another machine cannot be asked for its process: it counts as abandoned after a day.
@@ -101,11 +102,13 @@ class LocalPlace(Place):
             data = file.read(length)
         if len(data) != length:
             raise LattqeError(f"cannot read {path}: it ends at byte {offset + len(data)}, not {offset + length}")
+        traffic.add(read=length)
         return data
 
     def fetch(self, name: str) -> pa.Buffer:
         """The whole file, memory-mapped."""
         with self.open_input(name) as file:
+            traffic.add(read=file.size())
             return file.read_buffer()
 
     def open_input(self, name: str) -> pa.NativeFile:
@@ -147,7 +150,7 @@ class LocalPlace(Place):
         path = self.file(name)
         with self._temporary(path) as (file, temporary):
             yield file
-            _settle(file)
+            traffic.add(written=_settle(file))
             os.replace(temporary, path)
             _sync_folder(path.parent)
 
@@ -159,7 +162,7 @@ class LocalPlace(Place):
                 raise AlreadyExistsError(f"{path} exists already")
         with self._temporary(path) as (file, temporary):
             file.write(memoryview(data))
-            _settle(file)
+            traffic.add(written=_settle(file))
             try:
                 os.link(temporary, path)
             except FileExistsError:
@@ -197,9 +200,11 @@ class LocalPlace(Place):
             self.path.rmdir()
 
 
-def _settle(file: BinaryIO) -> None:
+def _settle(file: BinaryIO) -> int:
+    """Bring the file to the disk; returns its bytes."""
     file.flush()
     os.fsync(file.fileno())
+    return os.fstat(file.fileno()).st_size
 
 
 def _sync_folder(folder: Path) -> None:

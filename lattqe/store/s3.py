@@ -3,6 +3,7 @@
 An object shows when its PUT (or its multipart upload) is complete and never before, so nothing is ever half there.
 """
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from lattqe.store.local import explained
 from lattqe.store.place import Bytes, Place, check_name
 from lattqe.store.s3_client import clients
 from lattqe.store.s3_errors import TransientError, retrying
+from lattqe.store.traffic import traffic
 
 T = TypeVar("T")
 
@@ -102,11 +104,14 @@ class S3Place(Place):
         if len(data) != length:
             raise LattqeError(f"cannot read {self._uri(name)}: it ends at byte {offset + len(data)}, not "
                               f"{offset + length}")
+        traffic.add(read=length)
         return data
 
     def fetch(self, name: str) -> pa.Buffer:
         """The whole object, in parallel ranges."""
-        return self._read(name, _read_whole)
+        data = self._read(name, _read_whole)
+        traffic.add(read=data.size)
+        return data
 
     def open_input(self, name: str) -> pa.NativeFile:
         """A seekable Arrow file over the object; its reads are not retried, unlike those of `fetch`."""
@@ -124,7 +129,9 @@ class S3Place(Place):
         self._try("write", name, lambda: self._put(name, data))
 
     def _put(self, name: str, data: Bytes, **conditions: str) -> None:
-        clients().boto.put_object(**self._object(name), Body=bytes(memoryview(data)), **conditions)
+        body = bytes(memoryview(data))
+        clients().boto.put_object(**self._object(name), Body=body, **conditions)
+        traffic.add(written=len(body))
 
     def create(self, name: str, data: Bytes) -> None:
         """One PUT with If-None-Match; a lost answer to our own earlier attempt does not make us the loser."""
@@ -152,6 +159,7 @@ class S3Place(Place):
             yield file
             file.flush()
             self._try("write", name, attempt)
+            traffic.add(written=os.fstat(file.fileno()).st_size)
 
     def delete(self, name: str) -> None:
         """Remove one object."""

@@ -1,0 +1,28 @@
+"""How many bytes this process has read from and written to storage: files, objects and caches alike.
+
+A file on disk counts as read, wholly, when it is mapped.
+"""
+
+import threading
+
+
+class Traffic:
+    """Two numbers that only grow."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read = self._written = 0
+
+    def add(self, *, read: int = 0, written: int = 0) -> None:
+        """Count bytes."""
+        with self._lock:
+            self._read += read
+            self._written += written
+
+    def totals(self) -> tuple[int, int]:
+        """Bytes read and bytes written since the process began."""
+        with self._lock:
+            return self._read, self._written
+
+
+traffic = Traffic()
