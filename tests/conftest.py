@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from s3_server import S3Server
+from xdist.scheduler import LoadScopeScheduling
 
 # Before anything imports Ray: workers inherit these.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -80,19 +82,34 @@ def mortal_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Ser
     server.kill()
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process for the tests with Ray, one after another; another one for all the rest, a file at a time.
+    """In one process fast tests come first: a mistake shows in seconds, not after the last kill. Files stay together.
 
-    Two Rays at once would starve each other on two cores; a Ray and a unit test do not: Ray mostly waits.
-    In a single process (`-n 0`) the fast tests come first: a mistake shows in seconds, not after the last kill.
+    In two processes (`-n 2`) it is the other way round: the long row of Ray tests has to start first.
     """
     slow: dict[str, int] = {}
     for item in items:
         rank = 2 if item.get_closest_marker("ray") else 1 if "s3" in getattr(item, "fixturenames", ()) else 0
         slow[item.location[0]] = max(rank, slow.get(item.location[0], 0))
     parallel = "PYTEST_XDIST_WORKER" in os.environ
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if slow[item.location[0]] == 2 else item.location[0]))
-    # Handed out in this order: the long row of Ray tests has to start first.
     items.sort(key=lambda item: (parallel and slow[item.location[0]] < 2, slow[item.location[0]]))
+
+
+class OneRayAtATime(LoadScopeScheduling):
+    """One process takes the tests with Ray, one after another; the other all the rest, a file at a time.
+
+    Two Rays at once would starve each other on two cores; a Ray and a unit test do not: Ray mostly waits.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.split("::")[0]
+        return "ray" if starts_ray(PROJECT / path) else path
+
+
+@cache
+def starts_ray(path: Path) -> bool:
+    return "mark.ray" in path.read_text()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> OneRayAtATime:
+    return OneRayAtATime(config, log)
