@@ -1,7 +1,7 @@
 """Measure every method on every data set of a run, with tables, figures and a page to look at."""
 
 import json as json_format
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +23,8 @@ def main(
     to: Annotated[str, typer.Option("--to", help="The run's folder: cells, graphs, results and report.")],
     data: Annotated[Path | None, typer.Option(help="Where a preset's data lie.")] = None,
     model: Annotated[str | None, typer.Option(help="The trained model for a preset.")] = None,
+    ablations: Annotated[str | None, typer.Option(help="Table 2 for a preset: the folder of a finished lattqe ablate."
+                                                  )] = None,
     columns: Annotated[int | None, typer.Option(min=1, help="Columns of the photos preset. [default: 128]")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Ray workers. [default: one for each GPU, or CPU; none "
                                                             "for few rows]")] = None,
@@ -35,13 +37,17 @@ def main(
     Example: lattqe benchmark run.toml --to results
     """
     from cluster.session import ray_session
+    from lattqe.benchmark.models import trained_ablations
     from lattqe.benchmark.presets import PRESETS, preset_run
     from lattqe.benchmark.runfile import load_run
 
     if spec in PRESETS:
         chosen = preset_run(spec, data, to, model, columns)
-    elif data is not None or model is not None or columns is not None:
-        raise LattqeError("--data, --model and --columns belong to presets: a TOML file names its data and models")
+        if ablations is not None:
+            chosen = replace(chosen, ablations=trained_ablations(ablations))
+    elif any(given is not None for given in (data, model, columns, ablations)):
+        raise LattqeError("--data, --model, --ablations and --columns belong to presets: a TOML file names its data "
+                          "and models")
     else:
         chosen = load_run(spec)
     with ray_session(address):

@@ -1,6 +1,7 @@
 """Runs that need no file: the revisited benchmarks, the photographs, the synthetic landmarks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,9 +40,16 @@ def competitors() -> list[Method]:
     ]
 
 
-def all_methods(model: str | None) -> tuple[Method, ...]:
+def photo_competitors() -> list[Method]:
+    """The same for classes of fifty and more images: augmentation is worth more neighbors there."""
+    depths = {"aqe": ((4, 8, 12), (2, 4, 8)), "aqewd": ((8, 12, 16, 24, 36), (8, 12, 16, 24)),
+              "dqe": ((4, 8, 12), (4, 8, 12)), "alphaqe": ((8, 16, 24, 36), (8, 16, 24))}
+    return [replace(one, ndba=depths[one.method][0], nqe_with_dba=depths[one.method][1]) for one in competitors()]
+
+
+def all_methods(model: str | None, others: Sequence[Method]) -> tuple[Method, ...]:
     """The competitors and, where there is a model, LAttQE with the numbers its training chose."""
-    return (*competitors(), *([as_trained(model)] if model is not None else []))
+    return (*others, *([as_trained(model)] if model is not None else []))
 
 
 def photos_run(data: Path | None, folder: str, model: str | None, columns: int = PHOTO_COLUMNS) -> Run:
@@ -61,7 +69,8 @@ def photos_run(data: Path | None, folder: str, model: str | None, columns: int =
         others: dict[str, object] = {"photos": f"all but {name}", "columns": columns}
         uri = store(f"{prefix}/{name}-others", blocks, columns, others, labels=False)
         distractors.append(Distractors("others", uri, of=name))
-    return Run("Photographs: birds, cars, groceries, objects", tuple(datasets), all_methods(model), tuple(distractors))
+    return Run("Photographs: birds, cars, groceries, objects", tuple(datasets),
+               all_methods(model, photo_competitors()), tuple(distractors))
 
 
 def store_synthetic(split: SyntheticSplit, folder: str) -> tuple[str, str]:
@@ -101,7 +110,8 @@ def revisited_run(data: Path | None, model: str | None) -> Run:
     datasets = tuple(Dataset(name, str(data / name), str(data / f"{name}-queries"), str(data / f"gnd_{name}.pkl"))
                      for name in ("roxford5k", "rparis6k"))
     distractors = (Distractors("r1m", str(data / "r1m")),) if (data / "r1m").exists() else ()
-    return Run("Revisited Oxford and Paris", datasets, all_methods(model), distractors, published=True)
+    return Run("Revisited Oxford and Paris", datasets, all_methods(model, competitors()), distractors,
+               published=True)
 
 
 def preset_run(name: str, data: Path | None, folder: str, model: str | None, columns: int | None = None) -> Run:
@@ -115,4 +125,4 @@ def preset_run(name: str, data: Path | None, folder: str, model: str | None, col
         return revisited_run(data, model)
     if data is not None:
         raise LattqeError("the synthetic preset makes its own data: leave --data out")
-    return synthetic_run(folder, all_methods(model))
+    return synthetic_run(folder, all_methods(model, competitors()))

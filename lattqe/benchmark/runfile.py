@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lattqe.benchmark.models import as_trained
+from lattqe.benchmark.models import as_trained, trained_ablations
 from lattqe.benchmark.spec import CHOICES, LABELS, NQE_SWEEP, ROLES, Ablation, Dataset, Distractors, Method, Run
 from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS
 
 # The parameters of each method that a file may give, as one value or as a list to choose from.
 PARAMETERS: dict[str, dict[str, type]] = {"alphaqe": {"alpha": float}, "dqe": {"C": float, "negatives": int}}
-RUN_KEYS = {"title", "dataset", "distractors", "method", "ablation", "nqe_sweep", "published", "bootstrap"}
+RUN_KEYS = {"title", "dataset", "distractors", "method", "ablation", "ablations", "nqe_sweep", "published", "bootstrap"}
 
 
 def load_run(path: str | Path) -> Run:
@@ -37,7 +37,8 @@ def parse_run(content: Mapping[str, Any], folder: Path, where: str) -> Run:
         datasets=tuple(_dataset(entry) for entry in top.tables("dataset")),
         methods=tuple(_method(entry) for entry in top.tables("method")),
         distractors=tuple(_distractors(entry) for entry in top.tables("distractors")),
-        ablations=tuple(_ablation(entry) for entry in top.tables("ablation")),
+        ablations=(*(_ablation(entry) for entry in top.tables("ablation")),
+                   *(trained_ablations(top.address("ablations")) if "ablations" in content else ())),
         nqe_sweep=top.numbers("nqe_sweep", NQE_SWEEP),
         published=top.flag("published"),
         bootstrap=top.numbers("bootstrap", (10_000,))[0])

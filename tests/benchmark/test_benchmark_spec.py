@@ -1,5 +1,6 @@
 """Run files: the shipped example is read as it says, and every mistake is refused by name."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,25 @@ def test_a_model_that_chose_nothing_must_be_told_what_to_use(tmp_path: Path) -> 
     content = {"dataset": [DATASET], "method": [{"method": "lattqe", "model": "model"}]}
     with pytest.raises(LattqeError, match="give nqe, ndba"):
         parse_run(content, tmp_path, "run.toml")
+
+
+def test_the_variants_of_a_finished_ablation_make_table_2(tmp_path: Path, model: str) -> None:
+    made = tmp_path / "ablations"
+    made.mkdir()
+    (made / "full").symlink_to(model)
+    (made / "no-attention").symlink_to(model)
+    (made / "ablations.json").write_text(json.dumps({"full": {"nqe": 5}, "no-attention": {}, "../evil": {}}))
+    content = {"dataset": [DATASET], "method": [{"method": "aqe", "nqe": 4}], "ablations": "ablations"}
+    found = parse_run(content, tmp_path, "run.toml").ablations
+    assert [(each.label, each.model, each.nqe) for each in found] == [
+        (name, str(made / name), 32) for name in ("full", "no-attention")]
+    for text, words in ((None, "has no ablations.json"), ("{", "not valid JSON")):
+        (made / "ablations.json").unlink()
+        if text is not None:
+            (made / "ablations.json").write_text(text)
+        with pytest.raises(LattqeError, match=words):
+            parse_run(content, tmp_path, "run.toml")
+        (made / "ablations.json").touch()
 
 
 def test_files_that_are_no_toml_or_not_there(tmp_path: Path) -> None:
