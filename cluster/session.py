@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,11 +12,9 @@ from typing import Any
 import ray
 
 import lattqe
+from cluster.environment import forwarded_environment, setting_function
 from lattqe.errors import LattqeError
 from lattqe.events import event
-
-# What a worker must share with the driver to reach the same storage. On a cluster with an IAM profile none is set.
-FORWARDED = ("AWS_", "LATTQE_")
 
 # Set before Ray starts: no usage prompt, no advice about accelerators, no metrics exporters nobody asked for.
 QUIET = {
@@ -26,24 +25,42 @@ QUIET = {
     "RAY_worker_niceness": "0",
 }
 
+KNOCK_SECONDS = 10.0
+
 # The object store only carries query blocks and answers; vectors live in actors and memory maps.
 LOCAL_OBJECT_STORE_BYTES = 512 * 2**20
-
-
-def forwarded_environment() -> dict[str, str]:
-    """The driver's storage settings, for workers and jobs elsewhere."""
-    return {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
 
 
 def _runtime_env() -> dict[str, Any]:
     """Ship our packages and storage settings to a running cluster, so that every node runs the driver's code.
 
-    Inside `ray job submit` the submission's own runtime environment does that, and a second one would conflict.
+    Inside `ray job submit` the submission's own runtime environment brings the code.
     """
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
-        return {}
-    root = Path(lattqe.__file__).parent
-    return {"py_modules": [str(root), str(root.parent / "cluster")], "env_vars": forwarded_environment()}
+    settings = forwarded_environment()
+    environment: dict[str, Any] = {"worker_process_setup_hook": setting_function(settings)} if settings else {}
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
+        root = Path(lattqe.__file__).parent
+        environment["py_modules"] = [str(root), str(root.parent / "cluster")]
+    return environment
+
+
+def _check_reachable(address: str) -> None:
+    """Knock at host:port: Ray itself would try for minutes, with a page of warnings, before it gives up."""
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise LattqeError(f"{address!r} is not the address of a Ray cluster: use host:port, as `ray start` printed it")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> LattqeError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return LattqeError(f"no Ray cluster answers at {address!r} ({reason}): start one with `ray start --head`, or leave "
+                       "--address out to run on this machine")
 
 
 def _connect(address: str | None, cpus: int | None) -> None:
@@ -54,15 +71,17 @@ def _connect(address: str | None, cpus: int | None) -> None:
             ray.init(address="local", num_cpus=cpus, include_dashboard=False,
                      object_store_memory=LOCAL_OBJECT_STORE_BYTES, **quiet)
         else:
+            _check_reachable(address)
             ray.init(address=address, runtime_env=_runtime_env(), **quiet)
+    except LattqeError:
+        raise
     except Exception as error:  # Ray's own, of a dozen kinds down to plain `Exception`: none is a bug of ours
         ray.shutdown()  # what was started half
+        if address is not None:
+            raise _no_cluster(address, error) from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if address is None:
-            raise LattqeError(f"Ray could not start on this machine ({reason}): free memory, disk or processor time, "
-                              "or give the --address of a running cluster") from error
-        raise LattqeError(f"no Ray cluster answers at {address!r} ({reason}): start one with `ray start --head`, "
-                          "or leave --address out to run on this machine") from error
+        raise LattqeError(f"Ray could not start on this machine ({reason}): free memory, disk or processor time, or "
+                          "give the --address of a running cluster") from error
 
 
 @contextmanager

@@ -75,8 +75,7 @@ def main() -> None:
         hint = f"did you mean {close[0]!r}?" if close else "see lattqe --help"
         screen.print(f"[red]error:[/red] there is no verb {arguments[0]!r}: {hint}")
         raise SystemExit(EXIT_BAD_INPUT)
-    app = importlib.import_module(verb.module).app
-    guarded(app, args=arguments[1:], prog_name=f"lattqe {verb.name}")
+    guarded(lambda: importlib.import_module(verb.module).app(args=arguments[1:], prog_name=f"lattqe {verb.name}"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """What every job shows on the screen: a plan, a progress bar, a summary; and how it ends when something is wrong."""
 
+import functools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -79,13 +81,21 @@ class ProgressBar:
             screen.print(f"{self._title}: {self._done}/{self._total}, about {remaining:.0f} s to go {note}".rstrip())
 
 
+    def __str__(self) -> str:
+        return f"{self._title} {self._done:,} of {self._total:,}"
+
+
 @contextmanager
 def progress_bar(title: str, total: int, done: int = 0) -> Iterator[ProgressBar]:
     """Show progress of `total` units, `done` of which were finished by an earlier run."""
     started = time.monotonic()
     event("phase", phase=title, total=total, done=done)
     with _bar(title, total, done) as bar:
-        yield bar
+        try:
+            yield bar
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(str(bar))
+            raise
     event("phase done", phase=title, seconds=round(time.monotonic() - started, 3))
 
 
@@ -101,7 +111,9 @@ def _bar(title: str, total: int, done: int) -> Iterator[ProgressBar]:
                TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, console=screen, transient=False) as progress:
         task = progress.add_task(title, total=total, completed=done, note="")
-        yield ProgressBar(progress, task, title, total)
+        bar = ProgressBar(progress, task, title, total)
+        bar._done = done
+        yield bar
 
 
 def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -111,18 +123,40 @@ def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     except LattqeError as error:
         screen.print(f"[red]error:[/red] {escape(' '.join(str(error).split()))}", soft_wrap=True)
         raise SystemExit(EXIT_BAD_INPUT) from None
-    except KeyboardInterrupt:
-        screen.print("interrupted: run the same command again to continue where it stopped")
+    except KeyboardInterrupt as interrupt:
+        tell_interrupted(interrupt)
         raise SystemExit(EXIT_INTERRUPTED) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
 
 
+def tell_interrupted(interrupt: KeyboardInterrupt) -> None:
+    """Say in one line how far a job came before Ctrl-C, and how to go on."""
+    reached = next(iter(getattr(interrupt, "__notes__", ())), None)
+    where = f"{escape(reached)}; " if reached else ""
+    screen.print(f"interrupted: {where}what is finished is kept, run the same command again to go on", soft_wrap=True)
+
+
+def interruptible(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Ctrl-C end a job with one line and exit code 130: typer, which would say "Aborted!", never sees it."""
+    @functools.wraps(function)
+    def job(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except KeyboardInterrupt as interrupt:
+            # A second Ctrl-C, out of impatience, must not end in a traceback of Ray's or Python's last breath.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            tell_interrupted(interrupt)
+            raise SystemExit(EXIT_INTERRUPTED) from None
+
+    return job
+
+
 def command(function: Callable[..., Any]) -> typer.Typer:
     """Make the typer application of one job out of its typed function."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    app.command()(logged(function))
+    app.command()(interruptible(logged(function)))
     return app
 
 

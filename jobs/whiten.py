@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from jobs.console import human_bytes, print_json, progress_bar, run, show_table
+from jobs.console import human_bytes, interruptible, print_json, progress_bar, run, show_table
 from jobs.log_file import logged
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", help=__doc__,
@@ -12,6 +12,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 @app.command()
+@interruptible
 @logged
 def learn(
     features: Annotated[str, typer.Argument(help="feature set to learn from; method learned needs its labels")],
@@ -35,6 +36,7 @@ def learn(
 
 
 @app.command()
+@interruptible
 @logged
 def apply(
     features: Annotated[str, typer.Argument(help="feature set to whiten")],
@@ -58,6 +60,7 @@ def apply(
 
 
 @app.command()
+@interruptible
 @logged
 def from_checkpoint(
     checkpoint: Annotated[str, typer.Argument(help="network file of the published layout that carries a whitening")],
