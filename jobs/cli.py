@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from jobs.console import EXIT_BAD_INPUT, guarded, screen
+from jobs.console import EXIT_BAD_INPUT, run, screen
 from lattqe import __version__
 
 
@@ -75,7 +75,7 @@ def main() -> None:
         hint = f"did you mean {close[0]!r}?" if close else "see lattqe --help"
         screen.print(f"[red]error:[/red] there is no verb {arguments[0]!r}: {hint}")
         raise SystemExit(EXIT_BAD_INPUT)
-    guarded(lambda: importlib.import_module(verb.module).app(args=arguments[1:], prog_name=f"lattqe {verb.name}"))
+    run(importlib.import_module(verb.module).app, arguments[1:], f"lattqe {verb.name}")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ from lattqe.events import event
 screen = Console(stderr=True, highlight=False)
 
 EXIT_BAD_INPUT = 2
+# Its name is public, that of its parent is not: typer has a click of its own, or the one that is installed.
+USAGE_ERROR: Any = typer.BadParameter.__base__
 EXIT_INTERRUPTED = 130
 LINE_SECONDS = 10.0  # between two lines about the progress, in the log file and where there is no terminal
 
@@ -160,6 +162,17 @@ def command(function: Callable[..., Any]) -> typer.Typer:
     return app
 
 
-def run(app: typer.Typer) -> None:
-    """Run one job as a program: `python -m jobs.NAME ...`, as `ray job submit` wants it."""
-    guarded(app)
+def run(app: typer.Typer, arguments: list[str] | None = None, name: str | None = None) -> None:
+    """Run one job as a program: `python -m jobs.NAME ...`, as `ray job submit` wants it, or the verb `name`."""
+    guarded(_unwrapped, app, arguments, name)
+
+
+def _unwrapped(app: typer.Typer, arguments: list[str] | None, name: str | None) -> None:
+    """Call the application; what typer would say in a frame is an error as any other, one line."""
+    try:
+        code = app(args=arguments, prog_name=name, standalone_mode=False)
+    except USAGE_ERROR as error:
+        verb = error.ctx.command_path if error.ctx is not None else name
+        raise LattqeError(f"{error.format_message().rstrip('.')}: see {verb} --help") from error
+    if isinstance(code, int) and code:
+        raise SystemExit(code)

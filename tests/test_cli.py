@@ -67,3 +67,17 @@ def test_brackets_in_a_message_are_text(capsys):
     shown = capsys.readouterr().err
     assert "cannot read [/x] of [red]file[/red]" in shown
     assert "[/value]" in shown
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["neighbors", "f", "-k", "0", "--to", "g"], "error: Invalid value for '-k'"),
+    (["import", "x.npy"], "error: Missing option '--to': see lattqe import --help"),
+    (["search", "--foo"], "error: No such option: --foo"),
+])
+def test_wrong_usage_is_one_line(words, said, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        call(monkeypatch, *words)
+    assert stopped.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(said)

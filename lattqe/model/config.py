@@ -76,7 +76,8 @@ class LAttQEConfig:
             if setting.type is bool and not isinstance(getattr(self, setting.name), bool):
                 raise LattqeError(f"{setting.name} is {getattr(self, setting.name)!r}: use true or false")
         if self.token_width % self.heads:
-            raise LattqeError(f"{self.heads} heads do not divide the width {self.token_width}: use a divisor")
+            raise LattqeError(f"{self.heads} heads do not divide the width {self.token_width}: use a divisor, as in "
+                              "--set network.heads=4")
         self._check_tokens()
 
     def _check_tokens(self) -> None:
