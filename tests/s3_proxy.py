@@ -1,7 +1,9 @@
-"""A proxy in front of the real S3 server that misbehaves on request: throttles, fails, hangs up, loses answers."""
+"""A proxy in front of the real S3 server that misbehaves on request: throttles, fails, hangs up, damages answers."""
 
 import http.client
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
@@ -9,15 +11,32 @@ from urllib.parse import urlsplit
 SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your rate.</Message></Error>"
 INTERNAL = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>We had a problem.</Message></Error>"
 
-# A fault is decided for (method, path): 'throttle', 'fail', 'hang up', 'lose the answer', or None for good behaviour.
+# A fault is decided for (method, path): 'throttle', 'fail', 'hang up', 'stall' (no answer for STALL_SECONDS, then hang
+# up), 'lose the answer' (what was asked for is done), 'cut short' and 'corrupt' (the body of a good answer to a GET:
+# half of it comes, or all with one bit flipped), or None for good behaviour.
 Fault = Callable[[str, str], str | None]
+STALL_SECONDS = 8.0
+
+
+class _Server(ThreadingHTTPServer):
+    """A thread for each connection; clients may die at any time, which is nothing to tell about."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing."""
 
 
 class FaultyProxy:
-    """Forwards to `endpoint` unless `fault` says otherwise; `seen` counts requests by (method, what was done)."""
+    """Forwards to `endpoint` unless `fault` says otherwise.
 
-    def __init__(self, endpoint: str, fault: Fault) -> None:
+    `seen` lists requests as (method, what `fault` said), `happened` counts what was really done to one.
+    """
+
+    def __init__(self, endpoint: str, fault: Fault, address: str = "127.0.0.1") -> None:
         self.fault, self.seen = fault, []
+        self.happened: Counter[str] = Counter()
         self._target = urlsplit(endpoint).netloc
         proxy = self
 
@@ -32,9 +51,8 @@ class FaultyProxy:
             def log_message(self, *args: object) -> None:
                 """Keep the tests' output clean."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._server = _Server((address, 0), Handler)
+        self.endpoint = f"http://{address}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def handle(self, request: BaseHTTPRequestHandler) -> None:
@@ -44,10 +62,13 @@ class FaultyProxy:
         body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
         what = self.fault(request.command, request.path)
         self.seen.append((request.command, what))
-        if what == "hang up":
+        if what in ("hang up", "stall"):
+            self.happened[what] += 1
+            time.sleep(STALL_SECONDS if what == "stall" else 0)
             request.close_connection = True
             return
         if what in ("throttle", "fail"):
+            self.happened[what] += 1
             _answer(request, 503 if what == "throttle" else 500, {}, SLOW_DOWN if what == "throttle" else INTERNAL)
             return
         upstream = http.client.HTTPConnection(self._target, timeout=60)
@@ -59,19 +80,32 @@ class FaultyProxy:
             upstream.endheaders(body)
             answer = upstream.getresponse()
             data = answer.read()
+        except (OSError, http.client.HTTPException):  # the server is down: so are we
+            request.close_connection = True
+            return
         finally:
             upstream.close()
         if what == "lose the answer":
+            self.happened[what] += 1
             request.close_connection = True
             return
-        _answer(request, answer.status, dict(answer.headers.items()), data)
+        cut_at = None
+        if what in ("corrupt", "cut short") and request.command == "GET" and answer.status in (200, 206) and data:
+            self.happened[what] += 1
+            middle = len(data) // 2
+            if what == "cut short":
+                cut_at = middle
+            else:
+                data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1:]
+        _answer(request, answer.status, dict(answer.headers.items()), data, cut_at)
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 
 
-def _answer(request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], body: bytes) -> None:
+def _answer(request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], body: bytes,
+            cut_at: int | None = None) -> None:
     request.send_response_only(status)
     is_head = request.command == "HEAD"
     for name, value in headers.items():
@@ -81,4 +115,6 @@ def _answer(request: BaseHTTPRequestHandler, status: int, headers: dict[str, str
         request.send_header("Content-Length", str(len(body)))
     request.end_headers()
     if not is_head:
-        request.wfile.write(body)
+        request.wfile.write(body[:cut_at])
+    if cut_at is not None:
+        request.close_connection = True

@@ -4,6 +4,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -21,10 +22,10 @@ GRPC_OFFSET = 10_000  # each of the server's ports takes a second one this far a
 class S3Server:
     """One `weed mini` process. `environment` points boto3, pyarrow and child processes to it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._ports = dict(zip(("master", "volume", "filer", "s3", "admin"), _free_ports(5)))
-        self.endpoint = f"http://127.0.0.1:{self._ports['s3']}"
+    def __init__(self, folder: Path, address: str = "127.0.0.1") -> None:
+        self.folder, self.address = folder, address
+        self._ports = dict(zip(("master", "volume", "filer", "s3", "admin"), _free_ports(5, address)))
+        self.endpoint = f"http://{address}:{self._ports['s3']}"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -39,7 +40,7 @@ class S3Server:
         with open(self.folder / "server.log", "ab") as log:
             self._process = subprocess.Popen(
                 [_weed(), f"-logdir={self.folder}", "mini", f"-dir={self.folder / 'data'}", f"-bucket={BUCKET}",
-                 "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *ports,
+                 f"-ip={self.address}", f"-ip.bind={self.address}", *ports,
                  "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
                  "-master.telemetry=false", "-s3.allowDeleteBucketNotEmpty=false", "-s3.autoCreateBucket=false"],
                 env={**os.environ, **self.environment}, stdout=log, stderr=log, cwd=self.folder)
@@ -62,6 +63,11 @@ class S3Server:
             self._process.wait()
             self._process = None
 
+    def send(self, number: signal.Signals) -> None:
+        """A signal, such as SIGSTOP: then it takes connections and answers nobody."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
     def client(self, read_timeout: float = 30):
         """A plain boto3 client for looking behind the scenes."""
         return boto3.client("s3", endpoint_url=self.endpoint, aws_access_key_id=ACCESS_KEY,
@@ -79,7 +85,7 @@ def _weed() -> str:
     return str(beside) if beside.exists() else shutil.which("weed") or "weed"
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(count: int, address: str) -> list[int]:
     """Ports that are free now together with their gRPC twins; all below the range that clients draw from."""
     found: list[int] = []
     with contextlib.ExitStack() as held:
@@ -87,7 +93,7 @@ def _free_ports(count: int) -> list[int]:
             port = 20_000 + secrets.randbelow(12_000)
             try:
                 for number in (port, port + GRPC_OFFSET):
-                    held.enter_context(socket.socket()).bind(("127.0.0.1", number))
+                    held.enter_context(socket.socket()).bind((address, number))
             except OSError:
                 continue
             found.append(port)

@@ -55,9 +55,7 @@ def _local(uri: str, folder: Path, origins: dict[str, str]) -> str:
     origins[str(copy)] = uri
     try:
         folder.mkdir()
-        with place.open_input(name) as source, copy.open("wb") as target:
-            while chunk := source.read(CHUNK):
-                target.write(chunk)
     except OSError as error:
         raise LattqeError(f"cannot download {uri} to {copy.parent}: {error.strerror or error}") from error
+    place.download(name, copy)
     return str(copy)

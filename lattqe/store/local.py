@@ -3,6 +3,7 @@
 import errno
 import os
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -120,6 +121,11 @@ class LocalPlace(Place):
             if path.stat().st_size == 0:
                 return pa.BufferReader(b"")  # an empty file cannot be mapped
             return pa.memory_map(str(path), "r")
+
+    def download(self, name: str, path: Path) -> None:
+        """Copy one file."""
+        with explained("copy", self.file(name)):
+            shutil.copyfile(self.file(name), path)
 
     @contextmanager
     def _temporary(self, path: Path) -> Iterator[tuple[BinaryIO, Path]]:

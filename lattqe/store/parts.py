@@ -4,6 +4,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +21,7 @@ from lattqe.store.tables import decode_part
 RESIDENT_BYTES = 256 << 20
 # Parts that threads load beforehand: two checksums at once keep up with the raw speed of a disk cache.
 PARTS_AHEAD = 2
+FETCHES = 3  # of a part that does not match its checksum
 
 # Files on disk whose checksum this process has found right: (path, signature of the file, checksum).
 _checked: set[tuple[str, tuple[int, int, int], str]] = set()
@@ -31,7 +33,17 @@ def checksum(data: pa.Buffer | bytes) -> str:
 
 
 def load_part(place: Place, part: Part) -> pa.Buffer:
-    """The bytes of a part, mapped or fetched, with the size and checksum that the manifest says."""
+    """The bytes of a part, mapped or fetched, with the size and checksum that the manifest says.
+
+    What comes from afar may be damaged on the way alone: it is fetched again before it counts as damaged.
+    """
+    for _ in range(0 if isinstance(place, LocalPlace) else FETCHES - 1):
+        with suppress(CorruptDataError):
+            return _load_once(place, part)
+    return _load_once(place, part)
+
+
+def _load_once(place: Place, part: Part) -> pa.Buffer:
     where = f"{place.uri}/{part.name}"
     try:
         size = place.size(part.name)

@@ -29,6 +29,11 @@ def _receipt_name(number: int) -> str:
     return f"{WORK}part-{number:05d}.json"
 
 
+def _seal(receipt: Mapping[str, Any]) -> str:
+    """A receipt's own checksum: what it says goes into the manifest unseen."""
+    return checksum(canonical_json(receipt))
+
+
 class Pending:
     """An output that is being made. `finished` is its manifest where it is complete already."""
 
@@ -97,6 +102,8 @@ class Pending:
     def _receipt(self, number: int) -> Part:
         where = f"{self.uri}/{_receipt_name(number)}"
         body = parse_json(self.place.read(_receipt_name(number)), where)
+        if body.pop("seal", None) != _seal(body):
+            raise CorruptDataError(f"{where} is damaged")
         if body.get("rows") != self.part_rows[number] or body.get("name") != part_name(number):
             raise CorruptDataError(f"{where} belongs to other rows")
         try:
@@ -118,11 +125,19 @@ class Pending:
         try:
             self.place.create(name, data)
         except AlreadyExistsError:
-            data = self.place.fetch(name)
+            data = self._adopt(name, data)
             decode_part(data, columns, rows, f"{self.uri}/{name}")
-        receipt = Part(name, rows, data.size, checksum(data))
+        receipt = vars(Part(name, rows, data.size, checksum(data)))
         if find_manifest(self.place) is None:
-            self.place.write(_receipt_name(number), canonical_json(vars(receipt)))
+            self.place.write(_receipt_name(number), canonical_json(receipt | {"seal": _seal(receipt)}))
+
+    def _adopt(self, name: str, ours: pa.Buffer) -> pa.Buffer:
+        """The part that another process has stored: ours, or one of which two readings agree."""
+        there = self.place.fetch(name)
+        if there != ours and there != self.place.fetch(name):
+            raise CorruptDataError(f"{self.uri}/{name} is damaged on its way from the storage: run the same command "
+                                   "again")
+        return there
 
     def finish(self) -> Manifest:
         """Publish the manifest when all parts are there; the same one whoever of several drivers comes first."""

@@ -6,6 +6,7 @@ either wholly there or not there at all, on disk and on S3 alike, whatever happe
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import BinaryIO, TypeAlias
 from urllib.parse import unquote, urlsplit
 
@@ -62,6 +63,10 @@ class Place(ABC):
     @abstractmethod
     def open_input(self, name: str) -> pa.NativeFile:
         """A seekable Arrow file, memory-mapped on disk."""
+
+    @abstractmethod
+    def download(self, name: str, path: Path) -> None:
+        """Copy one file to a path on disk."""
 
     @abstractmethod
     def write(self, name: str, data: Bytes) -> None:

@@ -11,12 +11,13 @@ from botocore.config import Config
 from pyarrow import fs
 
 from lattqe.errors import LattqeError
+from lattqe.store.s3_errors import seconds_setting
 
 # What decides where requests go and as whom: a change of any of these makes new clients.
 SETTINGS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_REGION",
-            "AWS_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
+            "AWS_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE",
+            "LATTQE_S3_ANSWER_SECONDS")
 CONNECT_SECONDS = 5.0
-ANSWER_SECONDS = 60.0
 
 
 class Clients:
@@ -24,11 +25,13 @@ class Clients:
 
     def __init__(self) -> None:
         session = boto3.Session()
+        # Of one attempt, which is then repeated: a server that is silent for longer will not speak any more.
+        self._answer_seconds = seconds_setting("LATTQE_S3_ANSWER_SECONDS", 60.0, least=1.0)
         self._credentials = session.get_credentials()
         self._region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
         # Attempts are ours alone: an attempt that boto3 repeats in silence could meet its own conditional PUT.
         config = Config(retries={"total_max_attempts": 1}, connect_timeout=CONNECT_SECONDS,
-                        read_timeout=ANSWER_SECONDS, max_pool_connections=32)
+                        read_timeout=self._answer_seconds, max_pool_connections=32)
         try:
             self.boto: Any = session.client("s3", region_name=self._region, config=config)
         except ValueError as error:
@@ -54,7 +57,7 @@ class Clients:
         override = {"endpoint_override": endpoint.netloc, "scheme": endpoint.scheme} if own_server else {}
         return fs.S3FileSystem(
             access_key=access_key, secret_key=secret_key, session_token=token, region=self._region,
-            connect_timeout=CONNECT_SECONDS, request_timeout=ANSWER_SECONDS,
+            connect_timeout=CONNECT_SECONDS, request_timeout=self._answer_seconds,
             tls_ca_file_path=os.environ.get("AWS_CA_BUNDLE"),
             retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1), **override)
 

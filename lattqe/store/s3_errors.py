@@ -31,16 +31,21 @@ class TransientError(Exception):
     """pyarrow could not read what boto3 finds readable a moment later: worth another attempt."""
 
 
-def retry_seconds() -> float:
-    """How long to keep trying: LATTQE_S3_RETRY_SECONDS, 60 unless set."""
-    text = os.environ.get("LATTQE_S3_RETRY_SECONDS", "60")
+def seconds_setting(name: str, default: float, least: float = 0.0) -> float:
+    """A number of seconds from the environment."""
+    text = os.environ.get(name, str(default))
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds <= 86_400:
-        raise LattqeError(f"LATTQE_S3_RETRY_SECONDS is {text!r}: give a number of seconds from 0 to 86400")
+    if not least <= seconds <= 86_400:
+        raise LattqeError(f"{name} is {text!r}: give a number of seconds from {least:.0f} to 86400")
     return seconds
+
+
+def retry_seconds() -> float:
+    """How long to keep trying: LATTQE_S3_RETRY_SECONDS, 60 unless set."""
+    return seconds_setting("LATTQE_S3_RETRY_SECONDS", 60.0)
 
 
 def retrying(action: str, uri: str, attempt: Callable[[], T]) -> T:
@@ -97,6 +102,9 @@ def _explain_answer(action: str, uri: str, error: boto.ClientError) -> str:
     if code in BAD_CREDENTIALS:
         raise LattqeError(f"cannot {action} {uri}: S3 refused the credentials ({code}): check AWS_ACCESS_KEY_ID, "
                           "AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN or AWS_PROFILE") from error
+    if code == "RequestTimeTooSkewed":
+        raise LattqeError(f"cannot {action} {uri}: this machine's clock is off by more than S3 accepts: set it (by "
+                          "NTP), then run the same command again") from error
     if code in TRANSIENT or (status in TRANSIENT_STATUS and code != "PreconditionFailed"):
         return f"S3 answered {status} {code}".rstrip()
     if code == "PreconditionFailed" or status == 412:

@@ -191,7 +191,7 @@ def test_no_space_left(run, tmp_path, monkeypatch):
         calls.append(file)
         if len(calls) >= 2:  # the claim fits, the first part does not
             raise OSError(errno.ENOSPC, "No space left on device")
-        settle(file)
+        return settle(file)
 
     monkeypatch.setattr(local, "_settle", full)
     assert "no space is left" in refusal(run("x.npy", "--to", "features"))

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import botocore.auth
 import numpy as np
 import pytest
 from s3_proxy import FaultyProxy
@@ -13,7 +14,7 @@ from s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
 
 import lattqe.store.parts
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
-from lattqe.store import FeatureSet, FeatureWriter, UnavailableError, open_place
+from lattqe.store import FeatureSet, FeatureWriter, Pending, UnavailableError, neighbors_table, open_place
 from lattqe.store.checks import verify_thing
 from lattqe.store.s3_errors import retry_seconds
 
@@ -62,6 +63,49 @@ def test_throttling_failures_and_resets_are_retried(faults, s3_uri):
     assert whole.shape == (300, 16)
     assert features.digest == FeatureSet.open(s3_uri).digest
     verify_thing(s3_uri)
+
+
+def test_damage_on_the_way_is_read_again(faults, s3_uri, tmp_path, monkeypatch):
+    """Some answers have a flipped bit or end early: of small objects, of large ones in ranges, of downloads."""
+    features = write(f"{s3_uri}/features", rows=1000)
+    for small, calm in ((5000, 5), (1 << 20, 2)):
+        monkeypatch.setattr("lattqe.store.s3.RANGE_BYTES", small)
+        faults.fault = every(["corrupt", "cut short"], calm)
+        np.testing.assert_array_equal(FeatureSet.open(features.uri).read(), features.read())
+    name = features.manifest.parts[0].name
+    features.place.download(name, tmp_path / "copy")
+    assert faults.happened["corrupt"] > 2
+    assert faults.happened["cut short"] > 2
+    faults.fault = lambda method, path: None
+    assert (tmp_path / "copy").read_bytes() == features.place.read(name)
+
+
+def test_a_part_of_another_writer_is_adopted_as_it_is_stored(faults, s3_uri, monkeypatch):
+    """The answer with that part is damaged, and so large that only we can notice."""
+    monkeypatch.setattr("lattqe.store.s3.RANGE_BYTES", 1000)
+    ids, scores = np.full((50, 4), -1, np.int32), np.zeros((50, 4), np.float32)
+    first = Pending.begin(s3_uri, "neighbors", {"k": 4}, [50])
+    first.publish(0, neighbors_table(ids, scores))
+    damaged = []
+
+    def fault(method: str, path: str) -> str | None:
+        if method == "GET" and "part-00000.arrow" in path and len(damaged) < 2:
+            damaged.append(path)  # the first is only looked at for its size
+            return "corrupt"
+        return None
+
+    faults.fault = fault
+    with pytest.raises(CorruptDataError, match="on its way"):
+        Pending.attach(s3_uri).publish(0, neighbors_table(ids, scores))
+    Pending.attach(s3_uri).publish(0, neighbors_table(ids, scores))
+    assert verify_thing(first.finish() and s3_uri).rows == 50
+
+
+def test_a_wrong_clock_is_named(s3_uri, monkeypatch):
+    true = botocore.auth.get_current_datetime
+    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *args: true(*args) + timedelta(hours=1))
+    with pytest.raises(LattqeError, match="this machine's clock is off"):
+        open_place(s3_uri).write("x", b"x")
 
 
 def test_lost_answer_to_an_exclusive_write_is_no_defeat(faults, s3_uri):
