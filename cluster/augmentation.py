@@ -6,6 +6,7 @@ Both are written atomically and are the same whoever makes them, so any process 
 but the block it was in, and two drivers on one destination give one result.
 """
 
+import os
 import resource
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from cluster.metrics import Work, count_traffic
 from cluster.session import gpus_available
 from lattqe.augmentation import describe
 from lattqe.errors import CorruptDataError, LattqeError
-from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, Pending, Place
+from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, Pending, Place, open_place
 from lattqe.store.tables import matrix_column
 
 # Rows a worker expands between two looks at the queue: seconds at 128-D, some minutes at 2048-D on one CPU core.
@@ -50,6 +51,15 @@ class Augmentation:
     block_rows: int = BLOCK_ROWS
     share: bool = False  # first products of each row computed once, as `lattqe.expansion.rows.shares` decides
     previous: str | None = None  # an index whose rows may be taken over, where `write_reusable` said so
+
+    def __post_init__(self) -> None:
+        """Make addresses absolute: workers that were there before us have another working directory."""
+        for name in ("features", "graph", "to", "previous"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, value and open_place(value).uri)
+        object.__setattr__(self, "cache", self.cache and os.path.abspath(self.cache))
+        if isinstance(self.params.get("model"), str):
+            object.__setattr__(self, "params", {**self.params, "model": open_place(self.params["model"]).uri})
 
 
 def part_spans(part_rows: list[int]) -> list[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """One worker of the kNN graph: it compares pairs of blocks and assembles parts, from storage to storage."""
 
+import os
 import resource
 import time
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from lattqe.search.clock import Clock
 from lattqe.search.exact import exact_scores, published
 from lattqe.search.graph import Lists, compare_between, compare_within
 from lattqe.search.joining import join_lists
-from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table
+from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table, open_place
 
 Item = tuple[int, ...]  # (a, b, seen by a, seen by b): compare two blocks; (part,): assemble one part
 
@@ -31,6 +32,13 @@ class GraphTask:
     known: str | None = None  # the second set's own graph
     cache: str | None = None  # node-local folder that keeps remote rows
     threads: int = 1
+
+    def __post_init__(self) -> None:
+        """Make addresses absolute: workers that were there before us have another working directory."""
+        for name in ("features", "to", "against", "known"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, value and open_place(value).uri)
+        object.__setattr__(self, "cache", self.cache and os.path.abspath(self.cache))
 
 
 def open_sets(task: GraphTask) -> list[FeatureSet]:

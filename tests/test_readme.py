@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -18,7 +19,17 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def running_ray():
+    """A cluster that all commands join, as on any machine with RAY_ADDRESS set: none has to start its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        started = ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        patch.setenv("RAY_ADDRESS", started.address_info["gcs_address"])
+        yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, running_ray):
     """The files a user of the README has: clustered descriptors with labels."""
     folder = tmp_path_factory.mktemp("readme")
     rng = np.random.default_rng(0)
