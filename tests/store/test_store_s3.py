@@ -154,7 +154,7 @@ def test_server_killed_and_restarted_during_a_write(mortal_s3):
 
     def run() -> None:
         try:
-            outcome.append(write(uri, rows=1000))
+            outcome.append(write(uri, rows=4000))  # far more parts than come before the kill
         except BaseException as error:
             outcome.append(error)
 
