@@ -11,6 +11,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,13 @@ import ray
 import xxhash
 
 from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
-from cluster.metrics import Work, count_traffic
+from cluster.metrics import Work
 from cluster.session import gpus_available
 from lattqe.augmentation import describe
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, Pending, Place, open_place
 from lattqe.store.tables import matrix_column
+from lattqe.store.traffic import traffic
 
 # Rows a worker expands between two looks at the queue: seconds at 128-D, some minutes at 2048-D on one CPU core.
 BLOCK_ROWS = 2048
@@ -106,10 +108,10 @@ class AugmentWorker:
             self.write_piece(item[1], self.expand(item[1], item[2]))
         else:
             self.assemble(item[0])
-        count_traffic("augment")
         spent = {name: total - before[name] for name, total in self.seconds.items()}
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"seconds": spent, "peak_bytes": peak, "expanded": self.expanded - expanded}
+        return {"seconds": spent, "peak_bytes": peak, "expanded": self.expanded - expanded,
+                "traffic": traffic.take()}
 
     def expand(self, start: int, stop: int) -> np.ndarray:
         """Vectors (n, D) of rows start..stop in the stored dtype: expanded, or taken over from the previous index."""
@@ -284,7 +286,8 @@ def run_augmentation(task: Augmentation, workers: int, on_rows: Callable[[int], 
 
     # A spread strategy uses every node's cores and disks before doubling up on one.
     summary = run_blocks(lambda _: actor_class.options(scheduling_strategy="SPREAD").remote(task), workers, items,
-                         on_done=on_done, policy=policy, work=Work("augment", rows_of))
+                         on_done=on_done, policy=policy,
+                         work=Work("augment", rows_of, traffic=itemgetter("traffic")))
     return AugmentSummary(summary, seconds, peak, expanded)
 
 

@@ -165,7 +165,8 @@ class _BlockRun(Generic[Block]):
                 self.remaining.discard(flight.block)
                 self.summary.blocks += 1
                 self.summary.blocks_by_worker[flight.worker] += 1
-                self.watch.done(self.work.label(flight.block), flight.worker, self.work.rows(flight.block), seconds)
+                self.watch.done(self.work.label(flight.block), flight.worker, self.work.rows(flight.block), seconds,
+                                self.work.traffic(result))
                 more = list(on_done(flight.block, result) or ())
                 self.remaining.update(more)
                 self.queue.extendleft(reversed(more))

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import ray
 
 from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
-from cluster.metrics import Work, count_traffic
+from cluster.metrics import Work
 from cluster.session import gpus_available, require_resources
 from lattqe.errors import LattqeError
 from lattqe.extraction.encoder import EncoderSpec, open_encoder
@@ -17,6 +18,7 @@ from lattqe.extraction.pipeline import Describer
 from lattqe.extraction.sources import ImageList
 from lattqe.extraction.stage import LIST_NAME, block_table
 from lattqe.store import Pending, open_place
+from lattqe.store.traffic import traffic
 
 # A worker has one block at the network and the next one decoding its first images.
 BLOCKS_AT_ONCE = 2
@@ -59,6 +61,7 @@ class BlockReport:
 
     images: int
     bad: list[tuple[str, str]]  # id and reason
+    traffic: tuple[int, int] = (0, 0)  # bytes read and written meanwhile
 
 
 def plan_workers(wanted: int | None, device: str = "auto") -> Workers:
@@ -102,9 +105,8 @@ class ExtractionWorker:
         entries = list(self.images.entries(int(self.starts[block]), int(self.starts[block + 1])))
         described = self.describer.describe(entries)
         self.pending.publish(block, block_table(entries, described, self.task.dtype))
-        count_traffic("extract")
         bad = [(entry.id, reason) for entry, reason in zip(entries, described.reasons) if reason]
-        return BlockReport(len(entries), bad)
+        return BlockReport(len(entries), bad, traffic.take())
 
 
 def extract_blocks(task: ExtractionTask, workers: Workers, blocks: list[int],
@@ -120,4 +122,4 @@ def extract_blocks(task: ExtractionTask, workers: Workers, blocks: list[int],
         return actor.remote(task, workers.device, workers.cpus)
 
     return run_blocks(make_worker, count, blocks, on_done=lambda _, report: on_done(report), policy=POLICY,
-                      work=Work("extract", lambda block: part_rows[block]))
+                      work=Work("extract", lambda block: part_rows[block], traffic=attrgetter("traffic")))

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,7 @@ def run_graph(task: GraphTask, cut: Cut, workers: int, on_products: Callable[[in
     try:
         summary = run_blocks(lambda _: actor_class.options(scheduling_strategy="SPREAD").remote(task, cut), workers,
                              progress.possible(), on_done=progress.done, policy=policy,
-                             work=Work("neighbors", progress.rows_of, lambda item: item[:2]))
+                             work=Work("neighbors", progress.rows_of, lambda item: item[:2], itemgetter("traffic")))
     except _Finished:
         summary.seconds = time.monotonic() - started
     return GraphSummary(summary, dict(progress.seconds), list(progress.busy.values()),

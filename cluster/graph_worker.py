@@ -11,12 +11,12 @@ import ray
 
 from cluster.graph_cut import Cut
 from cluster.lists import StaleListsError, delete_lists, file_name, read_lists, write_lists
-from cluster.metrics import count_traffic
 from lattqe.search.clock import Clock
 from lattqe.search.exact import exact_scores, published
 from lattqe.search.graph import Lists, compare_between, compare_within
 from lattqe.search.joining import join_lists
 from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table, open_place
+from lattqe.store.traffic import traffic
 
 Item = tuple[int, ...]  # (a, b, seen by a, seen by b): compare two blocks; (part,): assemble one part
 
@@ -75,8 +75,7 @@ class GraphWorker:
         except StaleListsError:
             stale = True
         self.idle_since = time.perf_counter()
-        count_traffic("neighbors")
-        return {"worker": ray.get_runtime_context().get_actor_id(), "stale": stale,
+        return {"traffic": traffic.take(), "worker": ray.get_runtime_context().get_actor_id(), "stale": stale,
                 "seconds": dict(self.clock.seconds) | {"waiting": waited}, "busy": self.idle_since - started,
                 "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 

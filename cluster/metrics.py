@@ -6,7 +6,6 @@ once for a block, which takes seconds.
 """
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +31,7 @@ class Work:
     kind: str = "blocks"
     rows: Callable[[Any], int] = lambda block: 0  # that are done with it
     label: Callable[[Any], Any] = lambda block: block  # its name in the log
+    traffic: Callable[[Any], tuple[int, int]] = lambda result: (0, 0)  # bytes read and written, from its result
 
 
 class Metrics:
@@ -50,17 +50,6 @@ class Metrics:
         self.copies = Counter("lattqe_spare_copies", "Stragglers that were started a second time elsewhere.", TAGS)
         self.read = Counter("lattqe_bytes_read", "Bytes read from storage.", ("job", "kind"))
         self.written = Counter("lattqe_bytes_written", "Bytes written to storage.", ("job", "kind"))
-        self._told = traffic.totals()
-        self._lock = threading.Lock()
-
-    def add_traffic(self, kind: str) -> None:
-        """Count what this process has read and written since the last call."""
-        with self._lock:
-            before, self._told = self._told, traffic.totals()
-            after = self._told
-        for counter, old, new in zip((self.read, self.written), before, after):
-            if new > old:
-                counter.inc(new - old, {"job": self.job, "kind": kind})
 
 
 @lru_cache(maxsize=1)
@@ -72,12 +61,6 @@ def metrics() -> Metrics:
     """Those of this process, made anew when it joins another Ray."""
     context = ray.get_runtime_context()
     return _metrics(context.gcs_address, context.get_job_id())
-
-
-def count_traffic(kind: str) -> None:
-    """Called by workers after each piece of work: bytes are counted where they are moved."""
-    if ray.is_initialized():  # small pieces are also done without Ray, in the driver
-        metrics().add_traffic(kind)
 
 
 class Watch:
@@ -109,11 +92,19 @@ class Watch:
         count = sum(number for moment, number in self._recent if moment > since)
         self.metrics.rate.set(count / max(now - since, 1e-3), {"job": self.metrics.job, "kind": self.kind})
 
-    def done(self, block: Any, shard: int, rows: int, seconds: float) -> None:
+    def count_traffic(self, read: int, written: int) -> None:
+        """Count bytes that a worker has moved; it tells them with its result, for its own counts may die with it."""
+        for counter, number in ((self.metrics.read, read), (self.metrics.written, written)):
+            if number:
+                counter.inc(number, {"job": self.metrics.job, "kind": self.kind})
+
+    def done(self, block: Any, shard: int, rows: int, seconds: float, moved: tuple[int, int] = (0, 0)) -> None:
         """A block came back."""
         self.count(shard, seconds)
         self.count_rows(rows)
-        event("block done", kind=self.kind, shard=shard, block=block, rows=rows, seconds=round(seconds, 3))
+        self.count_traffic(*moved)
+        event("block done", kind=self.kind, shard=shard, block=block, rows=rows, seconds=round(seconds, 3),
+              bytes_read=moved[0], bytes_written=moved[1])
 
     def failed(self, block: Any, shard: int, error: Exception) -> None:
         """A block did not come back."""
@@ -141,4 +132,4 @@ class Watch:
     def close(self) -> None:
         """Nothing runs any more."""
         self.metrics.rate.set(0.0, {"job": self.metrics.job, "kind": self.kind})
-        self.metrics.add_traffic(self.kind)
+        self.count_traffic(*traffic.take())  # the driver's own

@@ -20,12 +20,13 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.blocks import user_error
-from cluster.metrics import Watch, count_traffic
+from cluster.metrics import Watch
 from cluster.reservation import check_memory, default_shards, free_resources, reserve, shard_resources
 from lattqe.errors import LattqeError
 from lattqe.search.exact import merge, published
 from lattqe.search.topk import check_queries, tiles
 from lattqe.store import FeatureSet
+from lattqe.store.traffic import traffic
 
 QUERY_BLOCK = 1024  # queries put into the object store at once: 8 MiB at 2048-D
 MAX_ROWS = 2**31 - 1  # row numbers are int32
@@ -62,7 +63,10 @@ class Shard:
         parts = [FeatureSet.open(piece.uri, cache).read(piece.start, piece.stop) for piece in pieces]
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         self.index = FlatIndex(rows, pick_device(), first_row)
-        count_traffic("search")
+
+    def loaded(self) -> tuple[int, int]:
+        """Say that the rows are there, and which bytes were read and written for that."""
+        return traffic.take()
 
     def search(self, xq: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The k best rows of this shard: (nq, k) float64, (nq, k) int32."""
@@ -126,14 +130,14 @@ class ShardedIndex:
         """Wait until a shard has loaded its rows; a bad feature set is told as it is, a cluster without room too."""
         deadline = time.monotonic() + self.policy.start_timeout
         while True:
-            ready = self._actors[shard].__ray_ready__.remote()
+            ready = self._actors[shard].loaded.remote()
             done, _ = ray.wait([ready], timeout=max(deadline - time.monotonic(), 0))
             if not done:
                 raise LattqeError(
                     f"shard {shard} (rows {self.cuts[shard]}..{self.cuts[shard + 1]}) was not up within "
                     f"{self.policy.start_timeout:.0f} s: it needs {self.bundle}, free is {free_resources()}")
             try:
-                ray.get(ready)
+                self._watch.count_traffic(*ray.get(ready))
                 self._watch.started(shard)
                 return
             except ActorUnavailableError:  # Ray is building it again

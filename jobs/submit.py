@@ -1,20 +1,25 @@
 """Run a job on a cluster: ship the code, pass the storage settings, follow its log, return its exit code."""
 
 import asyncio
+import logging
 import shlex
 import shutil
 import tempfile
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import command, run, screen
+from jobs.console import EXIT_INTERRUPTED, command, run, screen
 from lattqe.errors import LattqeError
+from lattqe.events import event
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
+POLL_SECONDS = 0.5
+START_SECONDS = 60.0  # a dashboard answers before its node can take jobs
 PACKAGES = ("lattqe", "cluster", "jobs")
 
 
@@ -22,11 +27,11 @@ def main(
     job: Annotated[list[str], typer.Argument(help="The verb and its arguments, after `--`.")],
     address: Annotated[str, typer.Option(help="The cluster's dashboard.")] = "http://127.0.0.1:8265",
 ) -> None:
-    """Run a job on a cluster and return its exit code; storage settings (AWS_*, LATTQE_*) go with it.
+    """Run a job on a cluster and return its exit code; storage settings (AWS_*, LATTQE_*) go with it, unseen by logs.
 
     Example: lattqe submit --address http://head:8265 -- augment s3://b/features --model s3://b/model --to s3://b/index
     """
-    from cluster.session import forwarded_environment
+    from cluster.environment import PAD_FILE, SEALED, forwarded_environment, seal
     from jobs.cli import VERBS
 
     modules = {verb.name: verb.module for verb in VERBS}
@@ -37,9 +42,11 @@ def main(
         root = Path(__file__).resolve().parent.parent
         for package in PACKAGES:
             shutil.copytree(root / package, Path(folder) / package, ignore=shutil.ignore_patterns("__pycache__"))
-        entrypoint = " ".join(["python", "-m", modules[job[0]], *map(shlex.quote, job[1:])])
-        environment = {"working_dir": folder, "env_vars": forwarded_environment()}
-        number = client.submit_job(entrypoint=entrypoint, runtime_env=environment)
+        sealed, pad = seal(forwarded_environment())
+        (Path(folder) / PAD_FILE).write_bytes(pad)
+        entrypoint = shlex.join(["python", "-m", "cluster.environment", modules[job[0]], *job[1:]])
+        environment = {"working_dir": folder, "env_vars": {SEALED: sealed}}
+        number = hand_over(client, entrypoint, environment)
     screen.print(f"submitted {number}; follow it elsewhere with: ray job logs --follow {number} --address {address}",
                  soft_wrap=True)
     raise SystemExit(follow(client, number))
@@ -49,12 +56,30 @@ def connect(address: str) -> "JobSubmissionClient":
     """Reach the cluster's job server, or say plainly that nobody answers."""
     from ray.job_submission import JobSubmissionClient
 
+    for name in ("ray", "ray.dashboard.modules.dashboard_sdk"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # no lines about packages on their way
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise LattqeError(f"no Ray job server answers at {address} ({reason}): start the cluster with its dashboard, "
-                          "and forward port 8265 if it is remote (`ray dashboard ray_cluster.yaml`)") from error
+        raise LattqeError(f"no Ray job server answers at {address} ({_first_line(error)}): start the cluster with its "
+                          "dashboard, and forward port 8265 if it is remote (`ray dashboard ray_cluster.yaml`)"
+                          ) from error
+
+
+def hand_over(client: "JobSubmissionClient", entrypoint: str, environment: dict[str, Any]) -> str:
+    """Upload the code and start the job; its number. A head that has only just started is given some time."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            number = str(client.submit_job(entrypoint=entrypoint, runtime_env=environment))
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if "try again later" in str(error) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+                continue
+            raise LattqeError(f"the cluster did not take the job ({_first_line(error)}): look at it with `lattqe "
+                              "doctor --address HEAD:6379`, then submit it again") from error
+        event("submitted", submission=number)
+        return number
 
 
 def follow(client: "JobSubmissionClient", number: str) -> int:
@@ -65,14 +90,27 @@ def follow(client: "JobSubmissionClient", number: str) -> int:
             print(text, end="", flush=True)
 
     try:
-        asyncio.run(tail())
+        try:
+            asyncio.run(tail())
+        except (OSError, RuntimeError) as error:  # the connection was cut; the job does not care
+            screen.print(f"the log broke off ({_first_line(error)}); waiting for the job to end", markup=False)
+        info = client.get_job_info(number)
+        while not info.status.is_terminal():  # the log may end a moment before the job
+            time.sleep(POLL_SECONDS)
+            info = client.get_job_info(number)
     except KeyboardInterrupt:
         screen.print(f"{number} goes on; stop it with: ray job stop {number}")
-        raise
-    info = client.get_job_info(number)
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    except (OSError, RuntimeError) as error:
+        raise LattqeError(f"the cluster does not answer any more ({_first_line(error)}); {number} may go on: ask with "
+                          f"`ray job status {number}`") from error
     if info.driver_exit_code is not None:
         return int(info.driver_exit_code)
     return 0 if info.status == "SUCCEEDED" else 1
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 app = command(main)

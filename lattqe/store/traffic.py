@@ -12,6 +12,7 @@ class Traffic:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._read = self._written = 0
+        self._taken = (0, 0)
 
     def add(self, *, read: int = 0, written: int = 0) -> None:
         """Count bytes."""
@@ -19,10 +20,11 @@ class Traffic:
             self._read += read
             self._written += written
 
-    def totals(self) -> tuple[int, int]:
-        """Bytes read and bytes written since the process began."""
+    def take(self) -> tuple[int, int]:
+        """Bytes read and bytes written since the last call: what a worker sends along with its result."""
         with self._lock:
-            return self._read, self._written
+            before, self._taken = self._taken, (self._read, self._written)
+            return self._taken[0] - before[0], self._taken[1] - before[1]
 
 
 traffic = Traffic()

@@ -10,9 +10,10 @@ import ray
 from test_cluster_blocks import Squares
 
 from cluster.blocks import BlockPolicy, run_blocks
-from cluster.metrics import Watch, Work, count_traffic
+from cluster.metrics import Watch, Work
 from jobs.log_file import logging_to
 from lattqe.store import open_place
+from lattqe.store.traffic import traffic
 
 pytestmark = pytest.mark.ray
 
@@ -83,12 +84,12 @@ def test_blocks_deaths_and_copies_are_counted_and_logged(metrics_url, tmp_path):
 
 
 def test_rates_and_bytes(metrics_url, tmp_path):
-    count_traffic("squares")  # whatever was moved before
+    traffic.take()  # whatever was moved before
     watch, place = Watch("copying"), open_place(str(tmp_path))
     place.write("file", bytes(1000))
     assert len(place.read("file")) == 1000
     assert place.read_range("file", 5, 10) == bytes(10)
-    watch.metrics.add_traffic("copying")
+    watch.count_traffic(*traffic.take())
     time.sleep(0.2)
     watch.count_rows(50)
     watch.count_rows(0)
