@@ -82,34 +82,47 @@ def mortal_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Ser
     server.kill()
 
 
+@cache
+def starts_ray(path: str) -> bool:
+    """Whether a test file, relative to the project, has tests marked `ray`."""
+    return "mark.ray" in (PROJECT / path).read_text()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In one process fast tests come first: a mistake shows in seconds, not after the last kill. Files stay together.
+    """Fast tests first: a mistake shows in seconds, not after the last kill. Files stay together.
 
-    In two processes (`-n 2`) it is the other way round: the long row of Ray tests has to start first.
+    In two processes (`make test`) one begins with the clusters' tests, the other with the fast ones and goes on with
+    the jobs': see `OneRayForEach`.
     """
-    slow: dict[str, int] = {}
-    for item in items:
-        rank = 2 if item.get_closest_marker("ray") else 1 if "s3" in getattr(item, "fixturenames", ()) else 0
-        slow[item.location[0]] = max(rank, slow.get(item.location[0], 0))
     parallel = "PYTEST_XDIST_WORKER" in os.environ
-    items.sort(key=lambda item: (parallel and slow[item.location[0]] < 2, slow[item.location[0]]))
+    asks_s3 = {item.location[0] for item in items if "s3" in getattr(item, "fixturenames", ())}
+
+    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+        path = item.location[0]
+        ray = starts_ray(path)
+        return parallel and not (ray and scope_of(path) == CLUSTERS), ray, path in asks_s3
+
+    items.sort(key=place)
 
 
-class OneRayAtATime(LoadScopeScheduling):
-    """One process takes the tests with Ray, one after another; the other all the rest, a file at a time.
+CLUSTERS = "ray: clusters"
+JOBS = "ray: jobs"
 
-    Two Rays at once would starve each other on two cores; a Ray and a unit test do not: Ray mostly waits.
-    """
+
+def scope_of(path: str) -> str:
+    """What one process runs without a break: a file, or half of the files with Ray."""
+    if not starts_ray(path):
+        return path
+    return CLUSTERS if path.startswith(("tests/cluster", "tests/faults")) else JOBS
+
+
+class OneRayForEach(LoadScopeScheduling):
+    """Each process has one Ray at a time at most, which mostly waits: more would starve each other on two cores."""
 
     def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.split("::")[0]
-        return "ray" if starts_ray(PROJECT / path) else path
+        return scope_of(nodeid.split("::")[0])
 
 
-@cache
-def starts_ray(path: Path) -> bool:
-    return "mark.ray" in path.read_text()
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> OneRayAtATime:
-    return OneRayAtATime(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> OneRayForEach:
+    """Hand out the tests as `OneRayForEach` does."""
+    return OneRayForEach(config, log)
