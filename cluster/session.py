@@ -63,7 +63,13 @@ def _no_cluster(address: str, error: Exception) -> LattqeError:
                        "--address out to run on this machine")
 
 
+def _note_message(data: dict[str, Any], **_: Any) -> None:
+    event("ray message", text=" ".join(" ".join(map(str, data.get("lines", ()))).split())[:500])
+
+
 def _connect(address: str | None, cpus: int | None) -> None:
+    # Ray prints what befalls nodes on stdout, where scripts read our results, and has no setting against it.
+    ray._private.worker.print_to_stdstream = _note_message
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
         if address is None:
