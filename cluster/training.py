@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.metrics import Watch
 from cluster.session import gpus_available, require_resources
@@ -112,7 +113,9 @@ def train_on_cluster(
     threads = threads or threads_for(workers)
     resources = {"CPU": float(threads)} | ({"GPU": 1.0} if use_gpu else {})
     require_resources(resources, workers)
-    board = ray.remote(Board).options(num_cpus=0).remote()
+    # With its driver, so that no other node's death takes it away.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
     storage = tempfile.mkdtemp(prefix="lattqe-train-")  # Ray Train insists on one; nothing of ours goes there
     try:
         trainer = _trainer(plan, board, workers, threads, resources, use_gpu, storage, max_failures)
