@@ -5,7 +5,7 @@ from lattqe.store.manifest import Manifest, Part, find_manifest, read_manifest
 from lattqe.store.models import load_model, save_model
 from lattqe.store.neighbors import NeighborGraph, Ranks
 from lattqe.store.pending import Pending
-from lattqe.store.place import MissingFileError, Place, UnavailableError, open_place
+from lattqe.store.place import ChangedError, MissingFileError, Place, UnavailableError, open_place
 from lattqe.store.tables import (
     features_schema,
     features_table,
@@ -20,8 +20,8 @@ from lattqe.store.thing import StoredFiles, check_input_kind, open_thing
 from lattqe.store.writer import FeatureWriter
 
 __all__ = [
-    "FeatureSet", "FeatureWriter", "Manifest", "MissingFileError", "NeighborGraph", "Part", "Pending", "Place",
-    "Ranks", "StoredFiles", "UnavailableError", "check_input_kind", "features_schema", "features_table",
+    "ChangedError", "FeatureSet", "FeatureWriter", "Manifest", "MissingFileError", "NeighborGraph", "Part", "Pending",
+    "Place", "Ranks", "StoredFiles", "UnavailableError", "check_input_kind", "features_schema", "features_table",
     "find_manifest", "load_model", "neighbors_schema", "neighbors_table", "open_place", "open_thing",
     "part_row_counts", "ranks_schema", "ranks_table", "read_manifest", "row_bytes", "save_model",
 ]

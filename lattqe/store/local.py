@@ -1,6 +1,7 @@
 """A place on disk: files appear by rename or link of a complete, synced temporary file in the same folder."""
 
 import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -14,7 +15,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from lattqe.errors import AlreadyExistsError, LattqeError
-from lattqe.store.place import Bytes, MissingFileError, Place, check_name
+from lattqe.store.place import Bytes, ChangedError, MissingFileError, Place, check_name
 from lattqe.store.traffic import traffic
 
 TEMPORARY = ".tmp-"
@@ -174,6 +175,21 @@ class LocalPlace(Place):
             except FileExistsError:
                 raise AlreadyExistsError(f"{path} exists already") from None
             _sync_folder(path.parent)
+
+    def replace(self, name: str, data: Bytes, seen: bytes | None) -> None:
+        """Compare and replace while the folder is locked: the lock ends with its process, however that ends."""
+        path = self.file(name)
+        with explained("write", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            there = path.read_bytes() if path.exists() else None
+            if there != seen:
+                raise ChangedError(f"{path} was replaced by somebody else")
+            self.write(name, data)
+        finally:
+            os.close(folder)
 
     def delete(self, name: str) -> None:
         """Remove one file, and the folders below the place that it leaves empty."""

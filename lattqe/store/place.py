@@ -22,6 +22,10 @@ class MissingFileError(LattqeError):
     """A file, folder or object that is not there."""
 
 
+class ChangedError(LattqeError):
+    """Somebody else replaced a file in the meantime."""
+
+
 class UnavailableError(LattqeError):
     """The storage did not answer for as long as we were willing to wait; the same command may succeed later."""
 
@@ -75,6 +79,13 @@ class Place(ABC):
     @abstractmethod
     def create(self, name: str, data: Bytes) -> None:
         """Put the whole file there if the name is free, else AlreadyExistsError; of many callers one succeeds."""
+
+    @abstractmethod
+    def replace(self, name: str, data: Bytes, seen: bytes | None) -> None:
+        """Put the whole file in the place of one that holds `seen` (None: of none), else ChangedError.
+
+        Of many callers that saw the same one succeeds. Files that hold a state are meant: they are read and compared.
+        """
 
     @abstractmethod
     def open_output(self, name: str) -> AbstractContextManager[BinaryIO]:

@@ -18,7 +18,7 @@ from botocore.exceptions import ClientError
 
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.store.local import explained
-from lattqe.store.place import Bytes, Place, check_name
+from lattqe.store.place import Bytes, ChangedError, MissingFileError, Place, check_name
 from lattqe.store.s3_client import clients
 from lattqe.store.s3_errors import TransientError, retrying
 from lattqe.store.traffic import traffic
@@ -172,6 +172,26 @@ class S3Place(Place):
         except AlreadyExistsError:
             if attempts == 1 or self.fetch(name) != pa.py_buffer(memoryview(data)):
                 raise
+
+    def replace(self, name: str, data: Bytes, seen: bytes | None) -> None:
+        """One PUT with If-Match on what was compared; our own attempt whose answer was lost counts as ours."""
+        body = bytes(memoryview(data))
+
+        def attempt() -> None:
+            answer = clients().boto.get_object(**self._object(name))
+            there = answer["Body"].read()
+            if there not in (body, seen):
+                raise ChangedError(f"{self._uri(name)} was replaced by somebody else")
+            if there != body:
+                self._put(name, body, IfMatch=answer["ETag"])
+
+        try:
+            if seen is None:
+                self.create(name, body)
+            else:
+                self._try("replace", name, attempt)
+        except (AlreadyExistsError, MissingFileError) as error:
+            raise ChangedError(f"{self._uri(name)} was replaced by somebody else") from error
 
     @contextmanager
     def open_output(self, name: str) -> Iterator[BinaryIO]:

@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 import xxhash
 
-from lattqe.errors import CorruptDataError
-from lattqe.store import MissingFileError, Place
+from lattqe.errors import CorruptDataError, LattqeError
+from lattqe.store import ChangedError, MissingFileError, Place
 
 STATE = "_work/state.json"
 Tensors = dict[str, torch.Tensor]
@@ -36,16 +36,24 @@ class State:
 
 
 class Checkpoints:
-    """Reads and writes the state of one training; only the leading worker writes."""
+    """Reads and writes the state of one training; only the leading worker writes.
+
+    A state takes the place of the very one that was read or written here before. So a run that somebody else has
+    overtaken (a worker that was frozen or cut off, a second driver) ends, and never brings back a state whose files
+    are gone.
+    """
 
     def __init__(self, place: Place) -> None:
         self.place = place
+        self._seen: bytes | None = None
 
     def load(self) -> State:
         """The state of an earlier run, or that of a new one."""
         try:
-            return State(**json.loads(self.place.read(STATE)))
+            self._seen = self.place.read(STATE)
+            return State(**json.loads(self._seen))
         except MissingFileError:
+            self._seen = None
             return State()
         except (ValueError, TypeError) as error:
             raise CorruptDataError(f"{self.place.uri}/{STATE} is damaged ({error}): delete {self.place.uri} "
@@ -65,10 +73,18 @@ class Checkpoints:
         old = {entry["name"] for entry in state.files.values()}
         for role, values in tensors.items():
             data = safetensors.torch.save({name: value.detach().cpu().contiguous() for name, value in values.items()})
-            name = f"_work/{role}-{state.step:08d}.safetensors"
+            checksum = xxhash.xxh3_128_hexdigest(data)
+            # Named by content too: whoever does the same with more workers has other last bits.
+            name = f"_work/{role}-{state.step:08d}-{checksum[:8]}.safetensors"
             self.place.write(name, data)
-            state.files[role] = {"name": name, "checksum": xxhash.xxh3_128_hexdigest(data)}
-        self.place.write(STATE, json.dumps(asdict(state), allow_nan=False).encode())
+            state.files[role] = {"name": name, "checksum": checksum}
+        data = json.dumps(asdict(state), allow_nan=False).encode()
+        try:
+            self.place.replace(STATE, data, self._seen)
+        except ChangedError:
+            raise LattqeError(f"somebody else trains to {self.place.uri} too: let them finish, or stop them and give "
+                              "the same command again") from None
+        self._seen = data
         for name in old - {entry["name"] for entry in state.files.values()}:
             self.place.delete(name)
 

@@ -6,18 +6,46 @@ import shutil
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from lattqe.errors import AlreadyExistsError, LattqeError
-from lattqe.store import MissingFileError, open_place
+from lattqe.store import ChangedError, MissingFileError, open_place
 from lattqe.store.local import LocalPlace, explained
 
 
 @pytest.fixture(params=["disk", pytest.param("s3", marks=pytest.mark.s3)])
 def place(request: pytest.FixtureRequest, tmp_path):
     return open_place(str(tmp_path / "place") if request.param == "disk" else request.getfixturevalue("s3_uri"))
+
+
+def test_a_file_is_replaced_by_those_who_saw_it_and_by_nobody_else(place):
+    with pytest.raises(ChangedError, match="somebody else"):
+        place.replace("state", b"2", b"1")
+    place.replace("state", b"1", None)
+    with pytest.raises(ChangedError, match="somebody else"):
+        place.replace("state", b"2", None)
+    place.replace("state", b"2", b"1")
+    with pytest.raises(ChangedError, match="somebody else"):
+        place.replace("state", b"3", b"1")
+    assert place.read("state") == b"2"
+
+
+def test_of_many_who_saw_the_same_one_replaces_it(place):
+    place.write("state", b"0")
+
+    def attempt(number):
+        try:
+            place.replace("state", b"%d" % number, b"0")
+        except ChangedError:
+            return None
+        return b"%d" % number
+
+    with ThreadPoolExecutor(8) as pool:
+        won = [found for found in pool.map(attempt, range(1, 9)) if found is not None]
+    assert won == [place.read("state")]
 
 
 def test_files_come_and_go(place):

@@ -188,8 +188,25 @@ def test_a_state_is_readable_json_and_old_tensors_go(tmp_path: Path) -> None:
         state.step = step
         checkpoints.save(state, last={"x": torch.full((2,), float(step))})
     assert json.loads((tmp_path / STATE).read_bytes())["step"] == 2
-    assert sorted(path.name for path in (tmp_path / "_work").iterdir()) == ["last-00000002.safetensors", "state.json"]
+    names = sorted(path.name for path in (tmp_path / "_work").iterdir())
+    assert [name.rpartition("-")[0] for name in names] == ["last-00000002", ""]
     assert checkpoints.tensors(checkpoints.load(), "last")["x"].tolist() == [2.0, 2.0]
+
+
+def test_whoever_is_overtaken_stops_and_leaves_the_other_state_whole(tmp_path: Path) -> None:
+    """A worker that was frozen while another driver went on must not bring its older state back."""
+    frozen, other = (Checkpoints(open_place(str(tmp_path))) for _ in range(2))
+    frozen.save(State(step=1), last={"x": torch.ones(2)})
+    state = other.load()
+    for state.step in (2, 3):
+        other.save(state, last={"x": torch.full((2,), float(state.step))})
+    with pytest.raises(LattqeError, match="somebody else trains to"):
+        frozen.save(State(step=2), last={"x": torch.zeros(2)})
+    with pytest.raises(LattqeError, match="somebody else trains to"):
+        Checkpoints(open_place(str(tmp_path))).save(State(), last={"x": torch.zeros(2)})
+    found = other.load()
+    assert found.step == 3
+    assert other.tensors(found, "last")["x"].tolist() == [3.0, 3.0]
 
 
 def gradients(plan: Plan, size: int) -> dict[str, torch.Tensor]:
