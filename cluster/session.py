@@ -13,6 +13,7 @@ import ray
 
 import lattqe
 from cluster.environment import forwarded_environment, setting_function
+from cluster.growth import grown_cluster
 from lattqe.errors import LattqeError
 from lattqe.events import event
 
@@ -107,7 +108,8 @@ def ray_session(address: str | None = None, cpus: int | None = None) -> Iterator
         owned = ray.cluster_resources()
         event("ray", ray_job=ray.get_runtime_context().get_job_id(), nodes=len(ray.nodes()),
               resources={name: owned[name] for name in ("CPU", "GPU", "memory") if name in owned})
-        yield
+        with grown_cluster():
+            yield
     finally:
         ray.shutdown()
 

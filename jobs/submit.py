@@ -26,6 +26,8 @@ PACKAGES = ("lattqe", "cluster", "jobs")
 def main(
     job: Annotated[list[str], typer.Argument(help="The verb and its arguments, after `--`.")],
     address: Annotated[str, typer.Option(help="The cluster's dashboard.")] = "http://127.0.0.1:8265",
+    gpus: Annotated[int, typer.Option(min=0, help="Let an autoscaling cluster grow to so many GPUs first.")] = 0,
+    cpus: Annotated[int, typer.Option(min=0, help="Let an autoscaling cluster grow to so many CPUs first.")] = 0,
 ) -> None:
     """Run a job on a cluster and return its exit code; storage settings (AWS_*, LATTQE_*) go with it, unseen by logs.
 
@@ -42,7 +44,8 @@ def main(
         root = Path(__file__).resolve().parent.parent
         for package in PACKAGES:
             shutil.copytree(root / package, Path(folder) / package, ignore=shutil.ignore_patterns("__pycache__"))
-        sealed, pad = seal(forwarded_environment())
+        growth = {name: str(count) for name, count in (("LATTQE_GPUS", gpus), ("LATTQE_CPUS", cpus)) if count}
+        sealed, pad = seal(forwarded_environment() | growth)
         (Path(folder) / PAD_FILE).write_bytes(pad)
         entrypoint = shlex.join(["python", "-m", "cluster.environment", modules[job[0]], *job[1:]])
         environment = {"working_dir": folder, "env_vars": {SEALED: sealed}}
