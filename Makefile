@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export RAY_USAGE_STATS_ENABLED = 0
 
-.PHONY: demo test lint browser faults fuzz clean
+.PHONY: demo test lint browser faults fuzz audit clean
 
 demo: $(STAMP)
 	$(BIN)/lattqe demo --to demo
@@ -24,6 +24,10 @@ faults: $(STAMP)
 
 fuzz: $(STAMP)
 	$(BIN)/python tests/faults/fuzz_readers.py --count 100000
+
+# Dependencies as pinned, none below a known hole; pip-audit too where it is installed and has a network.
+audit: $(STAMP)
+	$(BIN)/python .ci/audit.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import platform
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -49,7 +50,7 @@ def examine_node(name: str, place_uri: str | None) -> dict[str, Any]:
     report.disk = shutil.disk_usage(os.environ.get("TMPDIR", "/tmp")).free
     if place_uri is not None:
         report.storage = _try_storage(place_uri)
-    return asdict(report) | {"time": time.time()}
+    return asdict(report)
 
 
 def _gpus() -> list[str]:
@@ -81,25 +82,36 @@ def _try_storage(uri: str) -> str:
 
 
 def examine(place_uri: str | None, timeout: float = 60.0) -> list[NodeReport]:
-    """Examine every living node of the connected cluster."""
-    task = ray.remote(num_cpus=0)(examine_node)
+    """Examine every living node of the connected cluster, all at once."""
+    nodes = {node["NodeID"]: f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})" for node in ray.nodes()
+             if node["Alive"]}
+    examining = {node: _there(examine_node, node).remote(name, place_uri) for node, name in nodes.items()}
+    deadline = time.monotonic() + timeout
     reports = []
-    for node in ray.nodes():
-        if not node["Alive"]:
-            continue
-        name = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
-        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        sent = time.time()
+    for node, name in nodes.items():
         try:
-            answer = ray.get(task.options(scheduling_strategy=strategy).remote(name, place_uri), timeout=timeout)
+            report = NodeReport(**ray.get(examining[node], timeout=max(deadline - time.monotonic(), 0.1)))
+            report.clock_skew = _clock_skew(node, timeout)
         except ray.exceptions.RayError as error:
-            reports.append(NodeReport(name, error=str(error).strip().splitlines()[-1]))
-            continue
-        # The node looked at its clock somewhere between our two looks: only what lies outside is certainly skew.
-        told, received = answer.pop("time"), time.time()
-        reports.append(NodeReport(**answer))
-        reports[-1].clock_skew = max(0.0, told - received, sent - told)
+            report = NodeReport(name, error=str(error).strip().splitlines()[-1])
+        reports.append(report)
     return reports
+
+
+def _there(function: Callable[..., Any], node: str) -> Any:
+    """A task that runs on this node or nowhere, and takes no CPU from others."""
+    return ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))(function)
+
+
+def _look_at_clock() -> float:
+    return time.time()
+
+
+def _clock_skew(node: str, timeout: float) -> float:
+    """Seconds that a node's clock is off for certain: it was looked at somewhere between our own two looks."""
+    sent = time.time()
+    told = ray.get(_there(_look_at_clock, node).remote(), timeout=timeout)
+    return max(0.0, told - time.time(), sent - told)
 
 
 def to_mend(reports: list[NodeReport]) -> list[str]:
