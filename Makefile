@@ -19,8 +19,12 @@ browser:
 	@command -v chromedriver >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  (apt-get -qq update && apt-get -qq install -y chromium chromium-driver) >/dev/null 2>&1 || true; fi
 
+# Faults of every kind over the whole pipeline; SEEDS="1 2 3" ROUNDS=60 for more of them.
+SEEDS  ?= 1
+ROUNDS ?= 36
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults
+	$(BIN)/python tests/faults/campaign.py --seed $(SEEDS) --rounds $(ROUNDS)
 
 fuzz: $(STAMP)
 	$(BIN)/python tests/faults/fuzz_readers.py --count 100000

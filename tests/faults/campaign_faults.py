@@ -1,0 +1,173 @@
+"""The faults of a campaign. Each strikes once, while a command runs, at the n-th request that it sends to storage."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from campaign_world import World
+from ray_nodes import Namespaces
+
+# What the proxy is told, and how it reads in the table.
+STORAGE = {"S3 answers 500": "fail", "S3 answers 503": "throttle", "S3 does not answer": "stall",
+           "S3 hangs up": "hang up", "S3's answer is lost": "lose the answer", "S3's answer is cut": "cut short",
+           "S3's answer is damaged": "corrupt"}
+WITH_ACTORS = ("actor killed", "actor stopped for a while")
+WITH_NODES = ("node killed", "node stopped for a while", "node cut off for a while")
+ANYWHERE = ("driver killed", "driver stopped for a while", "S3 server killed", "S3 server stopped for a while",
+            "disk full", "clock jumps", *STORAGE)
+ONLY_CONTENT = ("S3's answer is cut", "S3's answer is damaged")
+ENDS_THE_COMMAND = ("driver killed", "disk full", "clock jumps")  # at most one of them in a round
+JUMPS = (-86_400.0, -3600.0, 3600.0, 86_400.0, 400 * 86_400.0)
+
+
+def kinds_for(world: World, on_ray: bool) -> list[str]:
+    """The faults that can strike a stage here."""
+    kinds = [kind for kind in ANYWHERE if kind != "disk full" or world.disk.available]
+    if on_ray:
+        kinds += WITH_ACTORS
+    if on_ray and world.nodes:
+        kinds += [kind for kind in WITH_NODES if "cut off" not in kind or isinstance(world.network, Namespaces)]
+    return sorted(kinds)
+
+
+class Fault:
+    """One fault that is to strike at request number `at`; `injected` once it has. It may last for a while."""
+
+    def __init__(self, world: World, kind: str, at: int, rng: random.Random) -> None:
+        self.world, self.kind, self.at, self.rng = world, kind, at, rng
+        self.injected, self.detail = False, ""
+        self._left = rng.randint(1, 8)  # requests that S3 misbehaves for
+        self._struck = threading.Event()
+        self._undo: tuple[float, Callable[[], None]] | None = None
+        self._before = world.proxy.happened[STORAGE.get(kind, kind)]
+
+    @property
+    def lasts(self) -> bool:
+        """Whether something is to be undone."""
+        return self._undo is not None
+
+    def at_request(self, number: int, method: str) -> str | None:
+        """What the proxy shall do to a request, if this is the fault; the one it strikes at waits until it has."""
+        if number < self.at:
+            return None
+        if self.kind in STORAGE:
+            fitting = self._left > 0 and (method == "GET" or self.kind not in ONLY_CONTENT)
+            self._left -= fitting
+            return STORAGE[self.kind] if fitting else None
+        if number == self.at:
+            self._struck.wait(2)
+        return None
+
+    def poll(self, requests: int) -> None:
+        """Strike when it is time, undo when it is time."""
+        if self.kind in STORAGE:
+            self.injected = self.world.proxy.happened[STORAGE[self.kind]] > self._before
+        elif requests >= self.at and not self.injected:
+            self.injected = self._strike()
+            self._struck.set()
+        if self._undo is not None and time.monotonic() >= self._undo[0]:
+            self.end()
+
+    def end(self) -> None:
+        """Undo what is still to be undone."""
+        self._struck.set()
+        if self._undo is not None:
+            undo, self._undo = self._undo[1], None
+            undo()
+
+    def _later(self, least: float, most: float, undo: Callable[[], None]) -> None:
+        self._undo = (time.monotonic() + self.rng.uniform(least, most), undo)
+
+    def _strike(self) -> bool:
+        """Do it; False where there is nothing yet to do it to."""
+        what, _, how = self.kind.partition(" ")
+        if self.kind in WITH_ACTORS:
+            actors = self.world.actors()
+            return bool(actors) and self._strike_process(*self.rng.choice(actors), how)
+        if what == "driver":
+            return self._strike_process(self.world.driver.pid, "the driver", how)
+        if self.kind in WITH_NODES:
+            return self._strike_node(how)
+        if self.kind.startswith("S3 server"):
+            return self._strike_server("killed" in how)
+        if self.kind == "disk full":
+            self.world.disk.fill()
+        else:
+            self.detail = f"by {self.rng.choice(JUMPS):+.0f} s"
+            self.world.clock.write_text(self.detail.split()[1])
+        return True
+
+    def _strike_process(self, pid: int, title: str, how: str) -> bool:
+        self.detail = title
+        try:
+            os.kill(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        except ProcessLookupError:
+            return False
+
+        def go_on() -> None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+        if how != "killed":
+            self._later(1, 4, go_on)
+        return True
+
+    def _strike_node(self, how: str) -> bool:
+        node = self.rng.choice(self.world.nodes[1:])
+        if not node.counted_as_alive():
+            return False
+        self.detail = node.address
+        self.world.away.add(node.number)
+        if how == "killed":
+            node.kill()
+            self._later(0.5, 3, lambda: self.world.away.discard(node.number))
+        elif how.startswith("stopped"):
+            node.send(signal.SIGSTOP)
+            self._later(2, 9, lambda: (node.send(signal.SIGCONT), self.world.away.discard(node.number)))
+        else:
+            node.cut_off()
+            self._later(2, 9, lambda: (node.end_cut(), self.world.away.discard(node.number)))
+        return True
+
+    def _strike_server(self, killed: bool) -> bool:
+        server = self.world.server
+        if killed:
+            server.kill()
+            self._later(0.5, 3, server.start)
+        else:
+            server.send(signal.SIGSTOP)
+            self._later(1, 7, lambda: server.send(signal.SIGCONT))
+        return True
+
+
+class Faults:
+    """The faults of one command, and the count of its requests to storage. One that lasts is over before the next."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        self.faults, self.requests = faults, 0
+        self._lock = threading.Lock()
+
+    def on_request(self, method: str, path: str) -> str | None:
+        """For the proxy."""
+        with self._lock:
+            self.requests += 1
+            number = self.requests
+        return next((what for fault in self.faults if (what := fault.at_request(number, method))), None)
+
+    def poll(self) -> None:
+        """For the one who waits for the command."""
+        lasting = [fault for fault in self.faults if fault.lasts]
+        for fault in lasting or self.faults:
+            fault.poll(self.requests)
+            if fault.lasts:
+                break
+
+    def end(self) -> None:
+        """The command has ended."""
+        for fault in self.faults:
+            fault.end()
+            fault.poll(0)
