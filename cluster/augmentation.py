@@ -7,17 +7,17 @@ but the block it was in, and two drivers on one destination give one result.
 """
 
 import os
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 import xxhash
 
+from cluster.augment_plan import peak_bytes
 from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
 from cluster.metrics import Work
 from cluster.session import gpus_available
@@ -26,6 +26,9 @@ from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, Pending, Place, open_place
 from lattqe.store.tables import matrix_column
 from lattqe.store.traffic import traffic
+
+if TYPE_CHECKING:
+    from cluster.reach import ShardReader
 
 # Rows a worker expands between two looks at the queue: seconds at 128-D, some minutes at 2048-D on one CPU core.
 BLOCK_ROWS = 2048
@@ -83,34 +86,37 @@ def piece_name(start: int) -> str:
 class AugmentWorker:
     """Holds the method and reaches all vectors; computes blocks and assembles parts. Built from URIs only."""
 
-    def __init__(self, task: Augmentation) -> None:
+    def __init__(self, task: Augmentation, shards: "ShardReader | None" = None) -> None:
         import torch
 
         from lattqe.expansion import create
 
         torch.set_num_threads(task.threads)
         self.task = task
-        self.features = FeatureSet.open(task.features, cache=task.cache)
-        self.graph = NeighborGraph.open(task.graph, cache=task.cache)
+        cache = task.cache if shards is None else None
+        self.features = FeatureSet.open(task.features, cache=cache)
+        self.graph = NeighborGraph.open(task.graph, cache=cache)
+        self.gather = self.features.gather if shards is None else shards.gather
         self.pending = Pending.attach(task.to)
         self.method = create(task.method, **task.params)
         self.previous = FeatureSet.open(task.previous, cache=task.cache) if task.previous else None
         self.reusable = read_reusable(self.pending.place) if task.previous else None
-        self.seconds = {"reading": 0.0, "expanding": 0.0, "writing": 0.0}
-        self.expanded = 0
-        self._index: Any = None
+        self.seconds = {"reading": 0.0, "sharing": 0.0, "expanding": 0.0, "writing": 0.0}
+        self.expanded = self.tables = 0
+        self._index: Any = shards
         self._table: np.ndarray | None = None
 
     def run(self, item: Item) -> dict[str, Any]:
         """Compute one block, or assemble one part."""
-        before, expanded = dict(self.seconds), self.expanded
+        before, expanded, tables = dict(self.seconds), self.expanded, self.tables
+        started = time.perf_counter()
         if len(item) == 3:
             self.write_piece(item[1], self.expand(item[1], item[2]))
         else:
             self.assemble(item[0])
         spent = {name: total - before[name] for name, total in self.seconds.items()}
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"seconds": spent, "peak_bytes": peak, "expanded": self.expanded - expanded,
+        return {"seconds": spent, "peak_bytes": peak_bytes(), "expanded": self.expanded - expanded,
+                "tables": self.tables - tables, "busy": time.perf_counter() - started,
                 "traffic": traffic.take()}
 
     def expand(self, start: int, stop: int) -> np.ndarray:
@@ -131,12 +137,12 @@ class AugmentWorker:
             I, D = self.graph.gather(rows)  # noqa: E741
             depth = self.method.depth(self.task.k)
             I, D = I[:, :depth], D[:, :depth]  # noqa: E741
-            x = self.features.gather(rows)
+            x = self.gather(rows)
         with self.timed("expanding"):
             negatives = self.lowest(x, I, rows) if self.method.negatives else None
             shared = (self.table(), rows) if self.task.share else None
             self.expanded += len(rows)
-            vectors = expand_rows(self.method, x, I, D, self.features.gather, negatives, shared, self.task.k)
+            vectors = expand_rows(self.method, x, I, D, self.gather, negatives, shared, self.task.k)
         return vectors.astype(self.features.dtype)
 
     def lowest(self, x: np.ndarray, I: np.ndarray, rows: np.ndarray) -> np.ndarray:  # noqa: E741
@@ -153,7 +159,10 @@ class AugmentWorker:
         from lattqe.expansion.rows import shared_table
 
         if self._table is None:
-            self._table = shared_table(self.method, (block for _, block in self.features.blocks(self.task.block_rows)))
+            with self.timed("sharing"):
+                blocks = (block for _, block in self.features.blocks(self.task.block_rows))
+                self._table = shared_table(self.method, self.features.rows, blocks)
+                self.tables += 1
         return self._table
 
     def write_piece(self, start: int, vectors: np.ndarray) -> None:
@@ -178,11 +187,14 @@ class AugmentWorker:
         """Publish a part: the rows as they are, their vectors replaced; then its pieces may go."""
         start, stop = part_spans(self.pending.part_rows)[part]
         spans = block_spans(start, stop, self.task.block_rows)
-        pieces = [self.expand(*spans[0])] if len(spans) == 1 else [self.read_piece(*span) for span in spans]
+        vectors = np.empty((stop - start, self.features.dim), self.features.dtype)
+        for first, last in spans:
+            piece = self.expand(first, last) if len(spans) == 1 else self.read_piece(first, last)
+            vectors[first - start:last - start] = piece
         with self.timed("writing"):
             table = self.features.table(start, stop).combine_chunks()
             column = table.column_names.index("vector")
-            table = table.set_column(column, table.schema.field(column), matrix_column(np.concatenate(pieces)))
+            table = table.set_column(column, table.schema.field(column), matrix_column(vectors))
             self.pending.publish(part, table)
             for row, _ in spans if len(spans) > 1 else ():
                 self.pending.place.delete(piece_name(row))
@@ -228,6 +240,8 @@ class AugmentSummary:
     seconds: dict[str, float]
     peak_bytes: int
     expanded: int  # rows that went through the method; the others were taken over
+    tables: int = 0  # of shared first products, one for each worker that made one
+    working: float = 0.0  # seconds from when the first worker was up
 
 
 def begin_index(task: Augmentation, inputs: dict[str, dict[str, str]]) -> Pending:
@@ -254,15 +268,19 @@ def items_to_do(pending: Pending, block_rows: int) -> tuple[list[Item], dict[int
 
 
 def run_augmentation(task: Augmentation, workers: int, on_rows: Callable[[int], None], *,
-                     resources: dict[str, float] | None = None, policy: BlockPolicy | None = None) -> AugmentSummary:
+                     resources: dict[str, float] | None = None, policy: BlockPolicy | None = None,
+                     shards: "ShardReader | None" = None) -> AugmentSummary:
     """Compute and publish all missing parts of `task.to` with `workers` actors; `on_rows(n)` after each n rows.
 
     `resources` is what one actor asks Ray for, as in `{"num_cpus": 1, "num_gpus": 1}`. The manifest is the caller's.
+    With `shards`, workers gather vectors from these instead of mapping them.
     """
     pending = Pending.attach(task.to)
     items, waiting = items_to_do(pending, task.block_rows)
     seconds: dict[str, float] = {}
-    peak = expanded = 0
+    peak = expanded = tables = 0
+    working_since = time.monotonic()
+    none_done = True
     actor_class = ray.remote(**(resources or {"num_cpus": 1}))(AugmentWorker)
 
     def rows_of(item: Item) -> int:
@@ -273,9 +291,12 @@ def run_augmentation(task: Augmentation, workers: int, on_rows: Callable[[int], 
         return rows if rows <= task.block_rows else 0
 
     def on_done(item: Item, result: dict[str, Any]) -> list[Item]:
-        nonlocal peak, expanded
+        nonlocal peak, expanded, tables, working_since, none_done
+        if none_done:
+            working_since, none_done = time.monotonic() - result["busy"], False
         peak = max(peak, result["peak_bytes"])
         expanded += result["expanded"]
+        tables += result["tables"]
         for name, spent in result["seconds"].items():
             seconds[name] = seconds.get(name, 0.0) + spent
         on_rows(rows_of(item))
@@ -285,10 +306,10 @@ def run_augmentation(task: Augmentation, workers: int, on_rows: Callable[[int], 
         return [] if waiting[item[0]] else [(item[0],)]
 
     # A spread strategy uses every node's cores and disks before doubling up on one.
-    summary = run_blocks(lambda _: actor_class.options(scheduling_strategy="SPREAD").remote(task), workers, items,
-                         on_done=on_done, policy=policy,
+    actors = actor_class.options(scheduling_strategy="SPREAD")
+    summary = run_blocks(lambda _: actors.remote(task, shards), workers, items, on_done=on_done, policy=policy,
                          work=Work("augment", rows_of, traffic=itemgetter("traffic")))
-    return AugmentSummary(summary, seconds, peak, expanded)
+    return AugmentSummary(summary, seconds, peak, expanded, tables, time.monotonic() - working_since)
 
 
 def run_augmentation_here(task: Augmentation) -> int:

@@ -53,7 +53,8 @@ class Piece:
 class Shard:
     """The actor: rows of one or several feature sets in this process's memory, numbered from `first_row`."""
 
-    def __init__(self, pieces: Sequence[Piece], first_row: int, threads: int, cache: str | None) -> None:
+    def __init__(self, pieces: Sequence[Piece], first_row: int, threads: int, cache: str | None,
+                 device: str = "auto") -> None:
         import torch
 
         from lattqe.device import pick_device
@@ -62,7 +63,7 @@ class Shard:
         torch.set_num_threads(threads)
         parts = [FeatureSet.open(piece.uri, cache).read(piece.start, piece.stop) for piece in pieces]
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        self.index = FlatIndex(rows, pick_device(), first_row)
+        self.index = FlatIndex(rows, pick_device(device), first_row)
 
     def loaded(self) -> tuple[int, int]:
         """Say that the rows are there, and which bytes were read and written for that."""
@@ -92,12 +93,13 @@ class ShardedIndex:
     """Feature sets, one after the other, as one exact index over shards; `with` it, or `close` it, to free them.
 
     `shards`: default one for each GPU; without GPUs one for each 100,000 rows, as many as there are CPUs at the most.
-    `cpus`: of one shard; default its share of the cluster's.
+    `cpus`: of one shard; default its share of the cluster's. `by_memory`: shards that only hold rows for others take
+    memory instead of CPUs and GPUs.
     """
 
     def __init__(self, uris: str | Sequence[str], shards: int | None = None, *, cpus: int | None = None,
                  cache: str | None = None, policy: ShardPolicy | None = None,
-                 query_block: int = QUERY_BLOCK) -> None:
+                 query_block: int = QUERY_BLOCK, by_memory: bool = False) -> None:
         self.uris = [uris] if isinstance(uris, str) else list(uris)
         self.policy, self._query_block = policy or ShardPolicy(), query_block
         sets = [FeatureSet.open(uri) for uri in self.uris]
@@ -105,7 +107,7 @@ class ShardedIndex:
         self.shards = min(shards or default_shards(self.rows), self.rows)
         self.cuts = [self.rows * shard // self.shards for shard in range(self.shards + 1)]
         self.shard_bytes = -(-self.rows // self.shards) * self.dim * max(np.dtype(each.dtype).itemsize for each in sets)
-        self.bundle = shard_resources(self.shards, cpus)
+        self.bundle = {"memory": float(self.shard_bytes)} if by_memory else shard_resources(self.shards, cpus)
         check_memory(self.shard_bytes, self.shards)
         self._failures: Counter[int] = Counter()
         self._watch = Watch("search")
@@ -122,9 +124,11 @@ class ShardedIndex:
 
     def _start(self, shard: int, pieces: list[Piece], cache: str | None) -> Any:
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=shard)
-        threads = max(int(self.bundle["CPU"]), 1)
-        actor = ray.remote(num_cpus=self.bundle["CPU"], num_gpus=self.bundle.get("GPU", 0), max_restarts=-1)(Shard)
-        return actor.options(scheduling_strategy=place).remote(pieces, self.cuts[shard], threads, cache)
+        threads = max(int(self.bundle.get("CPU", 1)), 1)
+        actor = ray.remote(num_cpus=self.bundle.get("CPU", 0), num_gpus=self.bundle.get("GPU", 0),
+                           memory=self.bundle.get("memory"), max_restarts=-1)(Shard)
+        device = "cpu" if "memory" in self.bundle else "auto"
+        return actor.options(scheduling_strategy=place).remote(pieces, self.cuts[shard], threads, cache, device)
 
     def _wait_ready(self, shard: int) -> None:
         """Wait until a shard has loaded its rows; a bad feature set is told as it is, a cluster without room too."""
@@ -252,6 +256,11 @@ class ShardedIndex:
         if rows.size and rows.max() >= self.rows:
             raise LattqeError(f"row {int(rows.max())} asked for, but the index has {self.rows} rows")
         return rows
+
+    @property
+    def actors(self) -> list[Any]:
+        """The shards' handles, in the order of their rows."""
+        return list(self._actors)
 
     @property
     def failures(self) -> int:

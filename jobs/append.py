@@ -25,17 +25,22 @@ def main(
     workers: Annotated[int | None, typer.Option(min=1, help="Ray workers. [default: one for each GPU, or CPU]")] = None,
     address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
     cache: Annotated[str | None, typer.Option(help="Node-local folder for rows that live on S3.")] = None,
+    reach: Annotated[str, typer.Option(help="How workers reach all vectors: map, shards or auto, as in augment.")] = \
+        "auto",
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
 ) -> None:
     """Let rows join or leave an augmented index; only rows whose neighborhoods changed are augmented again.
 
     Example: lattqe append index new-features --to index2
     """
+    from cluster.augment_plan import resident_bytes
+    from cluster.reach import check_reach
     from cluster.session import ray_session
     from lattqe.augmentation import ORIGINALS, Recipe
     from lattqe.store import FeatureSet
     from lattqe.store.join import check_joinable, join_features, kept_rows
 
+    check_reach(reach)
     if not to:
         raise LattqeError("nowhere to put the grown index: name a folder or s3:// address with --to")
     if new is None and remove is None:
@@ -45,6 +50,7 @@ def main(
     newcomers = FeatureSet.open(new) if new is not None else None
     if newcomers is not None:
         check_joinable(recipe.features, newcomers)
+    process = resident_bytes()  # before this process, unlike the workers, holds the graph
     kept = kept_rows(recipe.features, _read_ids(remove))
     joined = join_features(recipe.features, kept, newcomers, f"{to.rstrip('/')}/{ORIGINALS}")
     task, graph, cost = prepare(old_index, recipe, joined, kept, to, cache)
@@ -54,8 +60,8 @@ def main(
         "rows touched": f"{cost.touched:,} of {cost.rows:,} ({cost.touched / cost.rows:.1%})",
         "products": f"{cost.products:,}, {share:.1%} of {cost.products_from_scratch:,} from scratch"})
     with ray_session(address):
-        manifest, summary = augment(task, joined, graph, workers)
-    report("grown index", manifest, summary, to, json, cost.facts())
+        made = augment(task, joined, graph, workers, reach, process)
+    report("grown index", made, json, cost.facts())
 
 
 def _read_ids(path: Path | None) -> list[str]:

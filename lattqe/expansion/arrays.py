@@ -56,7 +56,7 @@ def augment(xb: np.ndarray, method: str | Method = "lattqe", k: int | None = Non
     device = _search_device(theta)
     I, D = knn_graph(xb, theta.depth(k), device=device)  # noqa: E741
     if shares(theta, len(xb)):
-        table = shared_table(theta, [xb])
+        table = shared_table(theta, len(xb), [xb])
         return expand_rows(theta, xb, I, D, xb.__getitem__, shared=(table, np.arange(len(xb))))
     negatives = None
     if theta.negatives:

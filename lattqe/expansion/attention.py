@@ -60,6 +60,14 @@ class AttentionExpansion(Method):
         """Columns of `shared_rows`; 0 where the network has nothing to share and `expand` is the way."""
         return self.fast.shared_width
 
+    @property
+    def shared_products(self) -> int:
+        """W d of the first encoder (3 W × W), and the token itself (D × W) where the vectors are projected."""
+        config = self.fast.config
+        width = config.token_width
+        projected = 0 if config.width is None else config.dim * width
+        return 3 * width * width + projected if self.shared_width else 0
+
     def shared_rows(self, x: np.ndarray) -> np.ndarray:
         """What all lists share of database rows x (n, D): (n, shared_width) float32, 4 × shared_width bytes a row."""
         return self.fast.shared_rows(torch.from_numpy(x.astype(np.float32))).cpu().numpy()

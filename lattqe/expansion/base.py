@@ -81,6 +81,11 @@ class Method(ABC):
         """Floats that all lists share of one database row (`AttentionExpansion.shared_rows`); 0: nothing."""
         return 0
 
+    @property
+    def shared_products(self) -> int:
+        """Multiplications that sharing spares for each item of each list."""
+        return 0
+
     @abstractmethod
     def weights(self, lists: Lists) -> torch.Tensor:
         """The weights (n, 1 + k) or (n, 1 + k + m); what stands on padding is ignored."""
@@ -159,9 +164,9 @@ def aggregate(weights: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
     return torch.where(norm <= CANCELLED * scale, own, total / norm.clamp(min=torch.finfo(norm.dtype).tiny))
 
 
-def blocks(n: int, row_bytes: int) -> Iterator[slice]:
-    """Cut n rows of so many bytes into slices of about `BLOCK_BYTES`."""
-    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+def blocks(n: int, row_bytes: int, block_bytes: int | None = None) -> Iterator[slice]:
+    """Cut n rows of so many bytes into slices of about `block_bytes`, by default `BLOCK_BYTES`."""
+    step = max(1, (block_bytes or BLOCK_BYTES) // max(1, row_bytes))
     for start in range(0, n, step):
         yield slice(start, min(n, start + step))
 

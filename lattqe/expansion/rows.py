@@ -11,6 +11,9 @@ from lattqe.expansion.base import Method, blocks
 
 # What one process keeps of shared projections at the most: 1M rows of a 64-wide network, 40,000 of the paper's.
 SHARED_BYTES = 1 << 30
+# Vectors in the method at once, in float32: they stay near the cache, and the allocator uses such blocks again, while
+# every larger one is fresh memory from the system.
+GATHER_BYTES = 8 << 20
 
 Gather = Callable[[np.ndarray], np.ndarray]
 
@@ -22,12 +25,12 @@ def expand_rows(method: Method, x: np.ndarray, I: np.ndarray, D: np.ndarray, gat
 
     `gather(rows (m,)) -> (m, D)` reads original vectors; `negatives` (n, m) are row numbers too. `shared` is what
     `shared_table` gave for all rows, and the row numbers (n,) of x itself. One batch of vectors is in the method
-    while the next is being gathered, so two batches of `BLOCK_BYTES` are held. `k`: neighbors to weigh, where the lists
-    are as long as `method.depth(k)`.
+    while the next is being gathered, so two batches of `GATHER_BYTES` are held. `k`: neighbors to weigh, where the
+    lists are as long as `method.depth(k)`.
     """
     out = np.empty(x.shape, dtype=np.float32)
     width = 1 + I.shape[1] + (0 if negatives is None else negatives.shape[1])
-    batches = list(blocks(len(x), width * x.shape[1] * 4))
+    batches = list(blocks(len(x), width * x.shape[1] * 4, GATHER_BYTES))
     lists = [I] if negatives is None else [I, negatives]
     for batch, vectors in zip(batches, _gathered(batches, lists, gather)):
         if shared is not None and isinstance(method, AttentionExpansion):
@@ -47,11 +50,15 @@ def shares(method: Method, rows: int) -> bool:
     return 0 < 4 * rows * method.shared_width <= SHARED_BYTES
 
 
-def shared_table(method: Method, blocks_of_rows: Iterable[np.ndarray]) -> np.ndarray:
-    """What all lists share of all rows, given as blocks (n, D): (nb, shared_width) float32."""
+def shared_table(method: Method, rows: int, blocks_of_rows: Iterable[np.ndarray]) -> np.ndarray:
+    """What all lists share of so many rows, given as blocks (n, D): (rows, shared_width) float32, held once."""
     if not isinstance(method, AttentionExpansion):
         raise LattqeError(f"{method.name} shares nothing between lists")
-    return np.concatenate([method.shared_rows(block) for block in blocks_of_rows])
+    table, start = np.empty((rows, method.shared_width), dtype=np.float32), 0
+    for block in blocks_of_rows:
+        table[start : start + len(block)] = method.shared_rows(block)
+        start += len(block)
+    return table
 
 
 def _gathered(batches: list[slice], lists: list[np.ndarray], gather: Gather) -> Iterator[list[np.ndarray]]:

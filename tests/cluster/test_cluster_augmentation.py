@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 import lattqe
@@ -12,8 +13,11 @@ from cluster.augmentation import (
     run_augmentation,
     run_augmentation_here,
 )
+from cluster.reach import Nodes, Reach, ShardReader, choose_reach, decide, open_shards
 from cluster.session import ray_session
+from lattqe.errors import LattqeError
 from lattqe.model import LAttQE, LAttQEConfig
+from lattqe.search import FlatIndex
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Pending, neighbors_table
 
 pytestmark = pytest.mark.ray
@@ -56,12 +60,12 @@ def begin(features, to, part_rows):
                          inputs={"features": features.as_input()})
 
 
-def augmented(source, to, method="alphaqe", workers=2, part_rows=(300, 300, 100), **params):
+def augmented(source, to, method="alphaqe", workers=2, part_rows=(300, 300, 100), shards=None, **params):
     features, graph = source
     pending = begin(features, to, part_rows)
     rows = []
     task = Augmentation(features.uri, graph.uri, str(to), method, K, params, block_rows=128)
-    summary = run_augmentation(task, workers, rows.append)
+    summary = run_augmentation(task, workers, rows.append, shards=shards)
     pending.finish()
     return FeatureSet.open(str(to)), summary, sum(rows)
 
@@ -109,3 +113,48 @@ def test_finished_pieces_are_taken_up_and_damaged_ones_computed_again(source, tm
     summary = run_augmentation(task, 2, rows.append)
     assert pending.finish().digest == whole.digest
     assert summary.expanded == 700 - 128 - 44 - 128, "three good pieces were not computed again"
+
+
+def test_vectors_from_shards_give_the_same_bytes(source, tmp_path, model):
+    """Also after a shard was killed; DQE searches its negatives in the shards."""
+    features, graph = source
+    with open_shards(features, Reach("shards", "for the test", 2)) as index:
+        reader = ShardReader(index)
+        for method, params in {"alphaqe": {}, "lattqe": {"model": model, "dba": True}}.items():
+            gathered, _, rows = augmented(source, tmp_path / method, method, workers=1, shards=reader, **params)
+            pending = begin(features, tmp_path / f"{method}-mapped", (300, 300, 100))
+            run_augmentation_here(Augmentation(features.uri, graph.uri, pending.uri, method, K, params, block_rows=128))
+            assert (gathered.digest, rows) == (pending.finish().digest, ROWS)
+            ray.kill(index.actors[1], no_restart=False)
+        x = features.read(0, 50)
+        for got, expected in zip(reader.lowest(x, 9), FlatIndex(features.read()).lowest(x, 9)):
+            np.testing.assert_array_equal(got, expected)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(("size", "nodes", "remote", "cache", "how"), [
+    (100, Nodes(1, 1000 * MIB, 1000 * MIB), False, None, "map"),
+    (2000, Nodes(1, 1000 * MIB, 1000 * MIB), False, None, "map"),  # one node: nothing else could hold them
+    (2000, Nodes(8, 1000 * MIB, 8000 * MIB), False, None, "shards"),
+    (5000, Nodes(8, 1000 * MIB, 8000 * MIB), False, None, "map"),  # too many for shards too
+    (100, Nodes(2, 1000 * MIB, 2000 * MIB), True, None, "map"),
+    (500, Nodes(2, 1000 * MIB, 2000 * MIB), True, None, "shards"),
+    (5000, Nodes(2, 1000 * MIB, 2000 * MIB), True, None, None),
+    (500, Nodes(2, 1000 * MIB, 2000 * MIB, 600 * MIB), True, "cache", "map"),
+    (500, Nodes(2, 1000 * MIB, 2000 * MIB, 400 * MIB), True, "cache", "shards"),
+    (1500, Nodes(4, 1000 * MIB, 4000 * MIB, 9000 * MIB), True, "cache", "shards"),
+    (5000, Nodes(2, 1000 * MIB, 2000 * MIB, 400 * MIB), True, "cache", None),
+])
+def test_reach_is_chosen_by_what_nodes_can_hold(size, nodes, remote, cache, how):
+    if how is None:
+        with pytest.raises(LattqeError, match="MiB"):
+            decide(size * MIB, size * MIB, nodes, remote, cache)
+    else:
+        assert decide(size * MIB, size * MIB, nodes, remote, cache)[0] == how
+
+
+def test_this_cluster_maps_and_shards_when_asked(source):
+    assert choose_reach("auto", source[0], None).how == "map"
+    assert choose_reach("shards", source[0], None) == Reach("shards", "as asked", 1)
