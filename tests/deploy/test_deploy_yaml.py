@@ -1,5 +1,6 @@
 """The cluster files are what Ray and Kubernetes expect, and keep what they promise."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -41,17 +42,62 @@ def test_spot_is_preferred_with_a_fallback_on_demand(aws):
     assert all(kind["resources"].get("GPU", 0) == 0 for name, kind in types.items() if name == "cpu")
 
 
-def test_only_ssh_is_open_and_no_keys_are_in_the_file(aws):
-    rules = aws["provider"]["security_group"]["IpPermissions"]
-    assert [(rule["FromPort"], rule["ToPort"]) for rule in rules] == [(22, 22)]
-    assert all(part["CidrIp"] != "0.0.0.0/0" for rule in rules for part in rule["IpRanges"])
+def test_ray_makes_no_security_group_of_its_own(aws):
+    """It would open SSH to the world; it makes none where every node type names one."""
+    from ray.autoscaler._private.aws.config import _configure_security_group, _create_default_ssh_inbound_rules
+
+    assert _create_default_ssh_inbound_rules()[0]["IpRanges"] == [{"CidrIp": "0.0.0.0/0"}]
+    before = copy.deepcopy(aws)
+    assert _configure_security_group(copy.deepcopy(aws)) == before, "nothing was added, and nobody was asked"
+    assert all(kind["node_config"]["SecurityGroupIds"] for kind in aws["available_node_types"].values())
+
+
+def test_rights_come_from_profiles_and_no_keys_are_in_the_file(aws):
+    profiles = {name: kind["node_config"]["IamInstanceProfile"]["Name"]
+                for name, kind in aws["available_node_types"].items()}
+    assert profiles.pop("head") not in profiles.values(), "workers may not start instances"
     for kind in aws["available_node_types"].values():
-        assert kind["node_config"]["IamInstanceProfile"]["Name"]
         assert kind["node_config"]["MetadataOptions"]["HttpTokens"] == "required"
+        assert all(disk["Ebs"]["Encrypted"] for disk in kind["node_config"]["BlockDeviceMappings"])
     text = (ROOT / "ray_cluster.yaml").read_text()
     assert "AWS_SECRET" not in text
     assert "AKIA" not in text
-    assert all("RAY_AUTH_MODE=token" in line for line in text.splitlines() if "ray start" in line and "-" in line[:5])
+
+
+def test_every_process_of_the_cluster_asks_for_the_token(aws):
+    starts = [line for name in ("head_start_ray_commands", "worker_start_ray_commands") for line in aws[name]
+              if "ray start" in line]
+    assert len(starts) == 2
+    assert all(line.startswith("RAY_AUTH_MODE=token ") for line in starts)
+    assert "--env RAY_AUTH_MODE=token" in aws["docker"]["run_options"]
+    assert any(target.endswith("/.ray/auth_token") for target in aws["file_mounts"])
+    assert "--dashboard-host=127.0.0.1" in starts[0]
+
+
+def test_boto_understands_every_node_type(aws):
+    """What is sent to EC2, checked against its own description of the call; nothing is sent."""
+    import botocore.session
+    from botocore.validate import validate_parameters
+
+    session = botocore.session.get_session()
+    shape = session.get_service_model("ec2").operation_model("RunInstances").input_shape
+    for kind in aws["available_node_types"].values():
+        validate_parameters(kind["node_config"] | {"MinCount": 1, "MaxCount": 1}, shape)
+
+
+def test_every_value_has_a_reason(aws):
+    """Each key of the file has a comment on its line, above it, or above the group it stands in."""
+    commented = False
+    bare = []
+    for line in (ROOT / "ray_cluster.yaml").read_text().splitlines():
+        stripped = line.strip()
+        if not stripped:
+            commented = False
+        elif "#" in stripped:
+            commented = True
+        elif not commented and not stripped.endswith(":"):
+            bare.append(stripped)
+    assert bare == ["cluster_name: lattqe", "type: aws", "ssh_user: ubuntu", "head_node_type: head"], "obvious ones"
 
 
 def test_the_ray_version_is_the_tested_one_and_said_in_full(aws):
@@ -78,6 +124,9 @@ def test_the_kubernetes_job_runs_an_augmentation_that_can_be_created_again():
     assert "/cache" in mounts
     assert f"--cache {'/cache'}" in spec["entrypoint"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    wanted = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
+    assert set(wanted) == {"LATTQE_GPUS"}
+    assert int(wanted["LATTQE_GPUS"]) <= workers["maxReplicas"]
 
 
 def test_the_kubernetes_job_has_arguments_the_verb_understands():
