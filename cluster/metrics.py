@@ -69,6 +69,7 @@ class Watch:
     def __init__(self, kind: str) -> None:
         self.kind, self.metrics = kind, metrics()
         self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
+        self._recent_rows = 0
 
     def _tags(self, shard: int) -> dict[str, str]:
         return {"job": self.metrics.job, "kind": self.kind, "shard": str(shard)}
@@ -86,11 +87,12 @@ class Watch:
         self.metrics.rows.inc(rows, {"job": self.metrics.job, "kind": self.kind})
         now = time.monotonic()
         self._recent.append((now, rows))
+        self._recent_rows += rows
         while len(self._recent) > 2 and self._recent[1][0] < now - RATE_SECONDS:
             self._recent.popleft()
-        since = self._recent[0][0]
-        count = sum(number for moment, number in self._recent if moment > since)
-        self.metrics.rate.set(count / max(now - since, 1e-3), {"job": self.metrics.job, "kind": self.kind})
+            self._recent_rows -= self._recent[0][1]  # those were done before the moment that we now count from
+        rate = self._recent_rows / max(now - self._recent[0][0], 1e-3)
+        self.metrics.rate.set(rate, {"job": self.metrics.job, "kind": self.kind})
 
     def count_traffic(self, read: int, written: int) -> None:
         """Count bytes that a worker has moved; it tells them with its result, for its own counts may die with it."""
