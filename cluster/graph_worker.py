@@ -38,7 +38,8 @@ class GraphTask:
         for name in ("features", "to", "against", "known"):
             value = getattr(self, name)
             object.__setattr__(self, name, value and open_place(value).uri)
-        object.__setattr__(self, "cache", self.cache and os.path.abspath(self.cache))
+        if self.cache is not None and not self.cache.startswith("~"):  # "~" is each node's own home
+            object.__setattr__(self, "cache", os.path.abspath(self.cache))
 
 
 def open_sets(task: GraphTask) -> list[FeatureSet]:

@@ -166,6 +166,7 @@ def report(verb: str, made: Made, json: bool, more: dict[str, Any] | None = None
         "index": made.task.to, "digest": made.manifest.digest, "rows": made.manifest.rows,
         "expanded_rows": summary.expanded, "seconds": round(summary.blocks.seconds, 2),
         "seconds_after_start": round(summary.working, 3), "worker_seconds": spent,
+        "worker_cpu_seconds": round(summary.cpu, 2),
         "peak_worker_bytes": summary.peak_bytes, "predicted_worker_bytes": made.memory.total,
         "reach": made.reach.how, "shared_products": made.sharing, "retries": summary.blocks.retries,
         "workers_lost": summary.blocks.actors_lost, "spare_copies": summary.blocks.spare_copies} | (more or {})
