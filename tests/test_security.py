@@ -1,10 +1,16 @@
-"""No reader of ours runs what it reads, by a scan of the sources; and the offline audit finds what it should."""
+"""No reader of ours runs what it reads, by a scan of the sources; forged manifests; and the offline audit."""
 
 import ast
 import importlib.util
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from lattqe.errors import LattqeError
+from lattqe.store import FeatureSet, FeatureWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(path for folder in ("lattqe", "cluster", "jobs") for path in (ROOT / folder).rglob("*.py"))
@@ -65,6 +71,28 @@ def test_the_scan_finds(line):
 def test_the_scan_lets_pass():
     assert not dangerous_calls("torch.load(f, weights_only=True); np.load(f, allow_pickle=False); safe_pickle.load(f); "
                                "network.eval(); safetensors.torch.load(data)")
+
+
+@pytest.mark.parametrize("forged", [
+    {"rows": 10**12}, {"rows": 2**62}, {"bytes": 10**15}, {"name": "../outside.arrow"}, {"name": "/etc/passwd"},
+    {"name": "a/../../outside.arrow"}])
+@pytest.mark.parametrize("action", ["read", "ids", "verify"])
+def test_a_forged_manifest_neither_leaves_its_folder_nor_takes_memory(tmp_path, forged, action):
+    """Its own checksum and digest are right: only what it says is not."""
+    with FeatureWriter(str(tmp_path / "features"), 8) as writer:
+        writer.append(np.random.default_rng(0).standard_normal((50, 8)), [f"r{row}" for row in range(50)])
+    manifest = FeatureSet.open(str(tmp_path / "features")).manifest
+    (part,) = manifest.parts
+    (tmp_path / "outside.arrow").write_bytes((tmp_path / "features" / part.name).read_bytes())
+    part = replace(part, **forged)
+    (tmp_path / "features" / "manifest.json").write_bytes(replace(manifest, rows=part.rows, parts=(part,)).to_json())
+    tracemalloc.start()
+    try:
+        with pytest.raises(LattqeError):
+            getattr(FeatureSet.open(str(tmp_path / "features")), action)()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The rate that is shown is that of the last minute; without Ray."""
+"""Rates, and what is counted of a training; without Ray."""
 
 from unittest.mock import MagicMock
 
@@ -26,3 +26,18 @@ def test_rows_per_second_forget_what_is_older_than_a_minute(monkeypatch):
     assert len(watch._recent) < 20
     watch.close()
     assert counters.rate.set.call_args[0][0] == 0
+
+
+def test_a_training_is_counted_from_where_it_began(monkeypatch):
+    from cluster.training import Standing, _counting
+
+    counters, shown = MagicMock(job="1"), []
+    monkeypatch.setattr(metrics, "metrics", lambda: counters)
+    show = _counting(shown.append, batch=64)
+    for standing in (Standing(0), Standing(100, starts=1), Standing(103, starts=1), Standing(101, starts=2),
+                     Standing(105, starts=2)):
+        show(standing)
+    assert sum(call.args[0] for call in counters.blocks.inc.call_args_list) == 5, "updates 101 to 105"
+    assert sum(call.args[0] for call in counters.rows.inc.call_args_list) == 5 * 64
+    assert counters.lost.inc.call_count == 1, "a restart is a loss"
+    assert len(shown) == 5
