@@ -40,7 +40,7 @@ class Fault:
     def __init__(self, world: World, kind: str, at: int, rng: random.Random) -> None:
         self.world, self.kind, self.at, self.rng = world, kind, at, rng
         self.injected, self.detail = False, ""
-        self._left = rng.randint(1, 8)  # requests that S3 misbehaves for
+        self._left = rng.randint(1, 5)  # requests that S3 misbehaves for
         self._struck = threading.Event()
         self._undo: tuple[float, Callable[[], None]] | None = None
         self._before = world.proxy.happened[STORAGE.get(kind, kind)]
@@ -156,7 +156,8 @@ class Faults:
         with self._lock:
             self.requests += 1
             number = self.requests
-        return next((what for fault in self.faults if (what := fault.at_request(number, method))), None)
+        latest_first = reversed(self.faults)
+        return next((what for fault in latest_first if (what := fault.at_request(number, method))), None)
 
     def poll(self) -> None:
         """For the one who waits for the command."""
