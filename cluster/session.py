@@ -27,6 +27,7 @@ QUIET = {
 }
 
 KNOCK_SECONDS = 10.0
+START_ATTEMPTS = 3
 
 # The object store only carries query blocks and answers; vectors live in actors and memory maps.
 LOCAL_OBJECT_STORE_BYTES = 512 * 2**20
@@ -72,23 +73,31 @@ def _connect(address: str | None, cpus: int | None) -> None:
     # Ray prints what befalls nodes on stdout, where scripts read our results, and has no setting against it.
     ray._private.worker.print_to_stdstream = _note_message
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if address is None:
+        _start_local(num_cpus=cpus, **quiet)
+        return
+    _check_reachable(address)
     try:
-        if address is None:
-            # "local": a cluster somebody started on this machine is joined only when asked for.
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False,
-                     object_store_memory=LOCAL_OBJECT_STORE_BYTES, **quiet)
-        else:
-            _check_reachable(address)
-            ray.init(address=address, runtime_env=_runtime_env(), **quiet)
-    except LattqeError:
-        raise
+        ray.init(address=address, runtime_env=_runtime_env(), **quiet)
     except Exception as error:  # Ray's own, of a dozen kinds down to plain `Exception`: none is a bug of ours
-        ray.shutdown()  # what was started half
-        if address is not None:
-            raise _no_cluster(address, error) from error
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise LattqeError(f"Ray could not start on this machine ({reason}): free memory, disk or processor time, or "
-                          "give the --address of a running cluster") from error
+        ray.shutdown()
+        raise _no_cluster(address, error) from error
+
+
+def _start_local(**settings: Any) -> None:
+    """Start a Ray of our own. It gives itself half a minute, too little on a crowded machine: then once more."""
+    for attempt in range(START_ATTEMPTS):
+        try:
+            # "local": a cluster somebody started on this machine is joined only when asked for.
+            ray.init(address="local", include_dashboard=False, object_store_memory=LOCAL_OBJECT_STORE_BYTES, **settings)
+            return
+        except Exception as error:
+            ray.shutdown()  # what was started half
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if "timed out" in reason and attempt + 1 < START_ATTEMPTS:
+                continue
+            raise LattqeError(f"Ray could not start on this machine ({reason}): free memory, disk or processor time, "
+                              "or give the --address of a running cluster") from error
 
 
 @contextmanager
