@@ -2,14 +2,14 @@
 
 import shutil
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.blocks import user_error
@@ -41,7 +41,7 @@ class Nodes:
     count: int
     least_memory: int
     all_memory: int
-    least_disk: int | None = None  # where the cache is; None: nobody asked
+    least_disk: int | None = None  # where the cache is; None: nobody asked, or nobody said
 
 
 def look_at_nodes(cache: str | None) -> Nodes:
@@ -53,12 +53,17 @@ def look_at_nodes(cache: str | None) -> Nodes:
         ask = ray.remote(num_cpus=0)(free_disk)
         asked = [ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
                  .remote(cache) for node in alive]
-        try:
-            disk = min(ray.get(asked, timeout=PROBE_SECONDS))
-        except (GetTimeoutError, RayError) as error:
-            raise LattqeError(f"a node did not say within {PROBE_SECONDS:.0f} s how much room {cache} has there: see "
-                              "`lattqe doctor`, or choose with --reach map or --reach shards") from error
+        disk = min(_answers(asked), default=None)
     return Nodes(max(len(alive), 1), min(memory), sum(memory), disk)
+
+
+def _answers(asked: list[Any]) -> list[int]:
+    """What nodes say; one that is dying now, or too busy to answer, says nothing and stops nobody."""
+    answers = []
+    for reference in ray.wait(asked, num_returns=len(asked), timeout=PROBE_SECONDS)[0]:
+        with suppress(RayError):
+            answers.append(ray.get(reference))
+    return answers
 
 
 def free_disk(folder: str) -> int:
