@@ -49,10 +49,14 @@ def retry_seconds() -> float:
 
 
 def retrying(action: str, uri: str, attempt: Callable[[], T]) -> T:
-    """Call `attempt` until it succeeds, fails for good, or the time is over; backoff doubles, with jitter."""
+    """Call `attempt` until it succeeds, fails for good, or the time is over; backoff doubles, with jitter.
+
+    A single request may have stayed without an answer for all that time: there is a second attempt in any case.
+    """
     deadline = time.monotonic() + retry_seconds()
-    pause = FIRST_PAUSE
+    pause, attempts = FIRST_PAUSE, 0
     while True:
+        attempts += 1
         try:
             return attempt()
         except LattqeError:
@@ -60,13 +64,13 @@ def retrying(action: str, uri: str, attempt: Callable[[], T]) -> T:
         except Exception as error:
             reason = explain(action, uri, error)
             left = deadline - time.monotonic()
-            if left <= 0:
+            if left <= 0 and attempts > 1:
                 raise UnavailableError(
                     f"cannot {action} {uri}: {reason}; gave up after {retry_seconds():.0f} s "
                     "(LATTQE_S3_RETRY_SECONDS): run the same command again when the storage answers") from error
             if pause == PAUSE_TOLD:
                 logger.warning("cannot %s %s: %s; trying for another %.0f s", action, uri, reason, left)
-            time.sleep(min(random.uniform(0.5, 1.0) * pause, left))
+            time.sleep(max(min(random.uniform(0.5, 1.0) * pause, left), 0.0))
             pause = min(pause * 2, LONGEST_PAUSE)
 
 

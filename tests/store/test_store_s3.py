@@ -141,6 +141,17 @@ def test_giving_up_after_the_time_allowed(faults, s3_uri, monkeypatch, caplog):
     assert open_place(s3_uri).list() == []
 
 
+def test_a_request_that_takes_all_the_time_is_asked_once_more(faults, s3_uri, monkeypatch):
+    monkeypatch.setattr("s3_proxy.STALL_SECONDS", 3)
+    monkeypatch.setenv("LATTQE_S3_ANSWER_SECONDS", "1")
+    monkeypatch.setenv("LATTQE_S3_RETRY_SECONDS", "0.5")
+    stalled = iter(["stall"])
+    faults.fault = lambda method, path: next(stalled, None)
+    open_place(s3_uri).write("x", b"x")
+    assert open_place(s3_uri).read("x") == b"x"
+    assert faults.happened["stall"] == 1
+
+
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "1e9"])
 def test_time_allowed_must_be_seconds(text, monkeypatch):
     monkeypatch.setenv("LATTQE_S3_RETRY_SECONDS", text)
