@@ -24,6 +24,7 @@ SEEDS  ?= 1
 ROUNDS ?= 36
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults
+	$(BIN)/python tests/faults/augment_campaign.py --seed $(SEEDS) --rounds 10
 	$(BIN)/python tests/faults/campaign.py --seed $(SEEDS) --rounds $(ROUNDS)
 
 fuzz: $(STAMP)

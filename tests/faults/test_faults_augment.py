@@ -1,15 +1,19 @@
 """Augmentation through real kills: whatever dies, the same command ends in the same bytes."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from augment_campaign import AugmentCampaign
+from campaign_world import World
 
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search.stored import publish_graph
@@ -52,17 +56,21 @@ def start(made, to):
 
 
 def wait_for(condition, process, seconds=120):
-    """Wait until something is seen while the job runs; whether it was seen in time."""
+    """Wait until something is seen while the job runs."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and process.poll() is None:
-        if condition():
-            return True
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "it was not seen in time"
         time.sleep(0.02)
-    return False
 
 
 def pieces(to):
     return list((Path(to) / "_work" / "pieces").glob("*.bin"))
+
+
+def progress(to):
+    """Grows as blocks and parts get done; a part replaces its pieces."""
+    return len(list(Path(to).glob("part-*.arrow"))) * 100 + len(pieces(to))
 
 
 def workers_of(session):
@@ -93,33 +101,50 @@ def end(process):
     process.wait()
 
 
-def test_driver_and_workers_killed_then_the_same_bytes(made, tmp_path):
+def test_kills_ctrl_c_and_two_drivers_then_the_same_bytes(made, tmp_path):
     to = tmp_path / "index"
     killed = start(made, to)
-    assert wait_for(lambda: len(pieces(to)) >= 1, killed), "the driver must die in the middle"
+    wait_for(lambda: pieces(to), killed)
     os.kill(killed.pid, signal.SIGKILL)
     end(killed)
     assert not (to / "manifest.json").exists(), "nothing half-published"
 
-    again = start(made, to)
-    try:
-        assert wait_for(lambda: workers_of(again.pid), again), "a worker must die in the middle"
-        os.kill(workers_of(again.pid)[0], signal.SIGKILL)
-        _, shown = again.communicate(timeout=200)
-    finally:
-        end(again)
-    assert again.returncode == 0, shown
-    assert files(to) == files(made / "undisturbed")
-    assert not (to / "_work").exists()
+    stopped, before = start(made, to), progress(to)
+    wait_for(lambda: progress(to) > before, stopped)
+    os.kill(stopped.pid, signal.SIGINT)
+    _, shown = stopped.communicate(timeout=100)
+    end(stopped)
+    assert stopped.returncode == 130
+    assert re.search(r"\ninterrupted: augment [\d,]+ of 16,000; what is finished is kept, run the same command again "
+                     r"to go on\n$", shown), shown
+    assert "Traceback" not in shown
 
-
-def test_two_drivers_on_one_destination_give_one_result(made, tmp_path):
-    to = tmp_path / "index"
     both = [start(made, to), start(made, to)]
     try:
+        # Parts are missing, so at least one of the two starts workers.
+        wait_for(lambda: workers_of(both[0].pid) + workers_of(both[1].pid), both[0])
+        os.kill((workers_of(both[0].pid) + workers_of(both[1].pid))[0], signal.SIGKILL)
         shown = [process.communicate(timeout=200)[1] for process in both]
     finally:
         for process in both:
             end(process)
     assert [process.returncode for process in both] == [0, 0], shown
     assert files(to) == files(made / "undisturbed")
+    assert not (to / "_work").exists()
+
+
+def test_a_node_and_the_storage_killed_in_one_run(monkeypatch):
+    """On two nodes that share nothing but S3; `augment_campaign.py` does this ten times at random moments."""
+    for name, value in os.environ.items():
+        monkeypatch.setenv(name, value)  # the campaign changes them
+    with tempfile.TemporaryDirectory(prefix="lq-") as folder:
+        world = World(Path(folder), nodes=2)
+        try:
+            campaign = AugmentCampaign(world)
+            campaign.expect(requests=100)
+            result = campaign.both_at_once(40, 60)
+        finally:
+            world.close()
+    assert not result.problem, result.line()
+    assert result.injected == 2, result.line()
+    assert not result.tracebacks, result.tracebacks
