@@ -66,9 +66,13 @@ RANKING: dict[str, RankingLoss] = {
 
 
 def auxiliary(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Binary cross entropy of 'this neighbor is relevant', logits (b, k), averaged over a query's valid neighbors."""
-    valid = batch.valid[:, 1:]
-    loss = F.binary_cross_entropy_with_logits(logits, batch.relevant.float(), reduction="none")
+    """Binary cross entropy of 'this neighbor is relevant', logits (b, k), averaged over a query's valid neighbors.
+
+    The batch's lists may be longer than k, for a background.
+    """
+    k = logits.shape[1]
+    valid = batch.valid[:, 1 : 1 + k]
+    loss = F.binary_cross_entropy_with_logits(logits, batch.relevant[:, :k].float(), reduction="none")
     return (loss * valid).sum(1) / valid.sum(1).clamp(min=1)
 
 

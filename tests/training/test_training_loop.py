@@ -13,6 +13,7 @@ from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.model import LAttQE
 from lattqe.store import load_model, open_place
 from lattqe.training import Plan, Progress, Team, train
+from lattqe.training.ablations import RELATIONAL, TABLE_2
 from lattqe.training.checkpoint import STATE, Checkpoints, State
 from lattqe.training.loop import Training, new_network
 from lattqe.training.randomness import SlotDropout, SlotMasks
@@ -207,6 +208,18 @@ def test_whoever_is_overtaken_stops_and_leaves_the_other_state_whole(tmp_path: P
     found = other.load()
     assert found.step == 3
     assert other.tensors(found, "last")["x"].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(("recipe", "name"), [
+    *(("paper", name) for name in TABLE_2), *(("relational", name) for name in RELATIONAL)])
+def test_every_ablation_can_be_trained(sets: dict[str, str], tmp_path: Path, recipe: str, name: str) -> None:
+    changes = (TABLE_2 if recipe == "paper" else RELATIONAL)[name]
+    plan = plan_for(sets, tmp_path / "model", *RECIPES[recipe], *changes)
+    stage = Stage(new_network(plan), plan.config, Team())
+    before = {name: value.clone() for name, value in stage.network.state_dict().items()}
+    loss = stage.update(0, Training(plan, Team()).sampler.batch(0, slice(0, plan.config.batch)))
+    assert torch.isfinite(loss).all()
+    assert any(not torch.equal(before[name], value) for name, value in stage.network.state_dict().items())
 
 
 def gradients(plan: Plan, size: int) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """Each loss against plain loops over pairs."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -99,6 +100,8 @@ def test_the_auxiliary_loss_equals_a_loop(batch: Batch) -> None:
         chance = [1 / (1 + math.exp(-float(logits[row, column]))) for column in kept]
         wanted = [-math.log(p if batch.relevant[row, column] else 1 - p) for p, column in zip(chance, kept)]
         assert value == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)
+    first = dataclasses.replace(batch, valid=batch.valid[:, :4], relevant=batch.relevant[:, :3])
+    assert torch.equal(auxiliary(logits[:, :3], batch), auxiliary(logits[:, :3], first)), "a list longer than k"
 
 
 def test_the_total_is_a_share_of_the_global_batch(batch: Batch, expanded: torch.Tensor) -> None:
