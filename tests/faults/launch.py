@@ -9,6 +9,7 @@ process sees (`time.time`, and what boto3 signs requests with), for the machine'
 
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,7 +18,6 @@ from typing import Any
 
 import botocore.auth
 
-from cluster import augmentation
 from jobs import cli, search
 from lattqe.store import FeatureWriter, part_row_counts
 from lattqe.store.tables import DEFAULT_PART_BYTES
@@ -29,8 +29,11 @@ def shrink() -> None:
     """Many small parts instead of few large ones."""
     for function in (FeatureWriter.__init__, part_row_counts):
         replace_default(function, DEFAULT_PART_BYTES, PART_BYTES)
-    augmentation.Augmentation = functools.partial(augmentation.Augmentation, block_rows=BLOCK_ROWS)
     search.PART_QUERIES = PART_QUERIES
+    if sys.argv[1] in ("augment", "append"):
+        from cluster import augmentation  # takes a second, with Ray
+
+        augmentation.Augmentation = functools.partial(augmentation.Augmentation, block_rows=BLOCK_ROWS)
 
 
 def replace_default(function: Callable[..., Any], old: int, new: int) -> None:
