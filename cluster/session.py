@@ -50,7 +50,10 @@ def _check_reachable(address: str) -> None:
     """Knock at host:port: Ray itself would try for minutes, with a page of warnings, before it gives up."""
     if address in ("auto", "local"):
         return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address.startswith("ray://"):  # Ray Client has no metrics, and can only pass settings that Ray then logs
+        raise LattqeError(f"{address!r} is not the address of a Ray cluster that jobs can join: use host:port (6379) on "
+                          "a machine of the cluster, or `lattqe submit` from elsewhere")
+    host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise LattqeError(f"{address!r} is not the address of a Ray cluster: use host:port, as `ray start` printed it")
     try:
