@@ -51,8 +51,8 @@ def _check_reachable(address: str) -> None:
     if address in ("auto", "local"):
         return
     if address.startswith("ray://"):  # Ray Client has no metrics, and can only pass settings that Ray then logs
-        raise LattqeError(f"{address!r} is not the address of a Ray cluster that jobs can join: use host:port (6379) on "
-                          "a machine of the cluster, or `lattqe submit` from elsewhere")
+        raise LattqeError(f"{address!r} is not the address of a Ray cluster that jobs can join: use host:port (6379) "
+                          "on a machine of the cluster, or `lattqe submit` from elsewhere")
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise LattqeError(f"{address!r} is not the address of a Ray cluster: use host:port, as `ray start` printed it")
