@@ -82,6 +82,8 @@ def test_lattqe_equals_in_memory_and_knows_its_inputs(features, model, tmp_path,
     assert inputs["model"]["kind"] == "model"
     assert told["digest"] == index.digest
     assert told["rows"] == told["expanded_rows"] == ROWS
+    assert told["reach"] == "map"
+    assert "GFLOP spared" in told["shared_products"]
     assert call(verify, to, "--recompute", 200) == 0
 
 
@@ -100,6 +102,7 @@ def test_a_second_run_finds_it_done_and_another_setting_is_refused(features, gra
     (["--method", "aqe", "-k", 20], "has 16 neighbors for each row, 20 are needed"),
     (["--method", "alphaqe", "--C", 1], "--C belongs to dqe"),
     (["--method", "nothing"], "unknown method 'nothing'"),
+    (["--method", "aqe", "--reach", "far"], "--reach is 'far': use one of auto, map, shards"),
     ([], "lattqe needs --model"),
 ])
 def test_refusals_are_one_line_and_leave_nothing(features, graph, tmp_path, capsys, arguments, message):
