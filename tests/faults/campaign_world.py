@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ray_nodes import Loopback, RayNode, make_network
@@ -55,13 +55,27 @@ class World:
     """All of it. With `nodes`, jobs run on a head and that many workers; without, each starts its own Ray."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
+        self._closing = ExitStack()
+        try:
+            self._set_up(folder, nodes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(self, folder: Path, nodes: int) -> None:
         self.folder, self.clock = folder, folder / "clock"
         self.network = make_network(nodes + 1) if nodes else Loopback(0)
-        self.server = S3Server(folder / "s3", self.network.outside).start()
+        self._closing.callback(self.network.close)
+        self.server = S3Server(folder / "s3", self.network.outside)
+        self._closing.callback(self.server.kill)
+        self.server.start()
         self.proxy = FaultyProxy(self.server.endpoint, lambda method, path: None, self.network.outside)
+        self._closing.callback(self.proxy.close)
         self.disk = Disk(folder / "disk")
+        self._closing.callback(self.disk.close)
         self.away: set[int] = set()  # nodes that shall be down for now
         self.driver: subprocess.Popen[bytes] | None = None
+        self._closing.callback(self.end_driver)
         self.environment = self.server.environment | {
             "AWS_ENDPOINT_URL": self.proxy.endpoint, "LATTQE_S3_ANSWER_SECONDS": str(ANSWER_SECONDS),
             "PYTHONPATH": str(PROJECT), "LATTQE_CAMPAIGN_CLOCK": str(self.clock)}
@@ -75,6 +89,7 @@ class World:
         self._driver_environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
                                     **self.environment, "HOME": str(homes[0])}
         for node in self.nodes:
+            self._closing.callback(node.kill)
             node.begin()
             if node.number == 0:
                 node.wait_started()
@@ -133,13 +148,8 @@ class World:
             time.sleep(0.1)
 
     def close(self) -> None:
-        self.end_driver()
-        for node in reversed(self.nodes):
-            node.kill()
-        self.proxy.close()
-        self.server.kill()
-        self.disk.close()
-        self.network.close()
+        """End and remove all of it, as far as it was set up."""
+        self._closing.close()
 
     def wait(self, seconds: float, meanwhile: Callable[[], None]) -> int | None:
         """Wait for the verb, doing something meanwhile; its exit code, or None where it did not end in time."""
