@@ -1,7 +1,9 @@
 """Expanding rows whose neighbors are row numbers: vectors are gathered a batch ahead of the method that uses them."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 
@@ -70,11 +72,17 @@ def _gathered(batches: list[slice], lists: list[np.ndarray], gather: Gather) -> 
             vectors.append(flat.reshape(*rows.shape, flat.shape[1]))
         return vectors
 
-    with ThreadPoolExecutor(1) as reader:
-        ahead = reader.submit(read, batches[0]) if batches else None
-        for following in [*batches[1:], None]:
-            if ahead is None:
-                return
-            ready = ahead.result()
-            ahead = reader.submit(read, following) if following is not None else None
-            yield ready
+    reader = _reader(os.getpid())
+    ahead = reader.submit(read, batches[0]) if batches else None
+    for following in [*batches[1:], None]:
+        if ahead is None:
+            return
+        ready = ahead.result()
+        ahead = reader.submit(read, following) if following is not None else None
+        yield ready
+
+
+@cache
+def _reader(process: int) -> ThreadPoolExecutor:
+    """The thread of a process that reads ahead. One that lasts: of many, glibc keeps each one's buffers for itself."""
+    return ThreadPoolExecutor(1)
