@@ -6,7 +6,6 @@ Both are written atomically and are the same whoever makes them, so any process 
 but the block it was in, and two drivers on one destination give one result.
 """
 
-import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,8 @@ import xxhash
 
 from cluster.augment_plan import peak_bytes
 from lattqe.errors import CorruptDataError
-from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, Pending, Place, open_place
+from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, Pending, Place
+from lattqe.store.place import absolute, node_folder
 from lattqe.store.tables import matrix_column
 from lattqe.store.traffic import traffic
 
@@ -51,14 +51,13 @@ class Augmentation:
     previous: str | None = None  # an index whose rows may be taken over, where `write_reusable` said so
 
     def __post_init__(self) -> None:
-        """Make addresses absolute: workers that were there before us have another working directory."""
+        """Make addresses absolute, for the workers."""
         for name in ("features", "graph", "to", "previous"):
             value = getattr(self, name)
-            object.__setattr__(self, name, value and open_place(value).uri)
-        if self.cache is not None and not self.cache.startswith("~"):  # "~" is each node's own home
-            object.__setattr__(self, "cache", os.path.abspath(self.cache))
+            object.__setattr__(self, name, value and absolute(value))
+        object.__setattr__(self, "cache", node_folder(self.cache))
         if isinstance(self.params.get("model"), str):
-            object.__setattr__(self, "params", {**self.params, "model": open_place(self.params["model"]).uri})
+            object.__setattr__(self, "params", {**self.params, "model": absolute(self.params["model"])})
 
 
 def part_spans(part_rows: list[int]) -> list[tuple[int, int]]:

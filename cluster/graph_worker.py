@@ -1,6 +1,5 @@
 """One worker of the kNN graph: it compares pairs of blocks and assembles parts, from storage to storage."""
 
-import os
 import resource
 import time
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from lattqe.search.clock import Clock
 from lattqe.search.exact import exact_scores, published
 from lattqe.search.graph import Lists, compare_between, compare_within
 from lattqe.search.joining import join_lists
-from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table, open_place
+from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table
+from lattqe.store.place import absolute, node_folder
 from lattqe.store.traffic import traffic
 
 Item = tuple[int, ...]  # (a, b, seen by a, seen by b): compare two blocks; (part,): assemble one part
@@ -34,12 +34,11 @@ class GraphTask:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        """Make addresses absolute: workers that were there before us have another working directory."""
+        """Make addresses absolute, for the workers."""
         for name in ("features", "to", "against", "known"):
             value = getattr(self, name)
-            object.__setattr__(self, name, value and open_place(value).uri)
-        if self.cache is not None and not self.cache.startswith("~"):  # "~" is each node's own home
-            object.__setattr__(self, "cache", os.path.abspath(self.cache))
+            object.__setattr__(self, name, value and absolute(value))
+        object.__setattr__(self, "cache", node_folder(self.cache))
 
 
 def open_sets(task: GraphTask) -> list[FeatureSet]:

@@ -26,6 +26,7 @@ from lattqe.errors import LattqeError
 from lattqe.search.exact import merge, published
 from lattqe.search.topk import check_queries, tiles
 from lattqe.store import FeatureSet
+from lattqe.store.place import node_folder
 from lattqe.store.traffic import traffic
 
 QUERY_BLOCK = 1024  # queries put into the object store at once: 8 MiB at 2048-D
@@ -113,7 +114,7 @@ class ShardedIndex:
         self._watch = Watch("search")
         self._group = reserve(self.bundle, self.shards, self.policy.start_timeout)
         spans = [(each.uri, each.rows) for each in sets]
-        self._actors = [self._start(shard, cut_pieces(spans, *cut), cache)
+        self._actors = [self._start(shard, cut_pieces(spans, *cut), node_folder(cache))
                         for shard, cut in enumerate(pairwise(self.cuts))]
         try:
             for shard in range(self.shards):

@@ -39,9 +39,6 @@ class EncoderSpec:
     def __post_init__(self) -> None:
         if (self.checkpoint is None) == (self.hook is None):
             raise LattqeError("give either --checkpoint FILE or --encoder module:function")
-        if self.checkpoint is not None and "://" not in self.checkpoint:
-            # Workers that were there before us have another working directory.
-            object.__setattr__(self, "checkpoint", os.path.abspath(self.checkpoint))
 
 
 @dataclass(frozen=True)

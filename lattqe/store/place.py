@@ -4,6 +4,7 @@ A place is a folder: `dir`, `file:///dir` or `s3://bucket/prefix`. Files in it h
 either wholly there or not there at all, on disk and on S3 alike, whatever happens to the process that writes it.
 """
 
+import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -157,3 +158,13 @@ def open_place(uri: str) -> Place:
 
         return S3Place(parts.netloc, uri.split("://", 1)[1].partition("/")[2])
     raise LattqeError(f"{uri!r} is no place: give a folder, file:///folder or s3://bucket/prefix")
+
+
+def absolute(uri: str) -> str:
+    """The address as any process understands it: workers that were there before us have another working directory."""
+    return open_place(uri).uri
+
+
+def node_folder(path: str | None) -> str | None:
+    """The same for a folder that every node has for itself; "~" stays, it is each node's own home."""
+    return path if path is None or path.startswith("~") else os.path.abspath(path)

@@ -8,6 +8,7 @@ from lattqe.model import LAttQE
 from lattqe.model.network import VERSION
 from lattqe.store import FeatureSet, Manifest, NeighborGraph, open_place
 from lattqe.store.claim import claim, make_plan
+from lattqe.store.place import node_folder
 from lattqe.training.config import TrainingConfig
 from lattqe.training.data import check_sets
 
@@ -83,7 +84,7 @@ def make(
         inputs |= {f"validation-{number}-{role}": _input(one) for role, one in zip(("database", "queries"), pair)}
     return Plan(open_place(destination).uri, config, [one.uri for one in sets],
                 [(pair[0].uri, pair[1].uri if len(pair) > 1 else None) for pair in held_out],
-                [open_place(uri).uri for uri in graphs], cache, inputs)
+                [open_place(uri).uri for uri in graphs], node_folder(cache), inputs)
 
 
 def check_apart(trained: FeatureSet, held_out: FeatureSet, shared_labels: bool) -> None:

@@ -14,6 +14,7 @@ import pytest
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.store import ChangedError, MissingFileError, open_place
 from lattqe.store.local import LocalPlace, explained
+from lattqe.store.place import absolute, node_folder
 
 
 @pytest.fixture(params=["disk", pytest.param("s3", marks=pytest.mark.s3)])
@@ -210,3 +211,12 @@ def test_leftovers_of_the_dead_are_swept_those_of_the_living_stay(tmp_path):
     assert place.list() == []
     place.sweep()
     assert {path.name for path in tmp_path.iterdir()} == {alive, ".tmp-else-2-bb"}
+
+
+def test_addresses_mean_the_same_in_another_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert absolute("set") == str(tmp_path / "set")
+    assert absolute("s3://bucket/set") == "s3://bucket/set"
+    assert node_folder("cache") == str(tmp_path / "cache")
+    assert node_folder("~/cache") == "~/cache"
+    assert node_folder(None) is None
