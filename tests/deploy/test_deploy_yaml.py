@@ -77,12 +77,16 @@ def test_every_process_of_the_cluster_asks_for_the_token(aws):
 def test_boto_understands_every_node_type(aws):
     """What is sent to EC2, checked against its own description of the call; nothing is sent."""
     import botocore.session
+    from botocore.exceptions import ParamValidationError
     from botocore.validate import validate_parameters
 
     session = botocore.session.get_session()
     shape = session.get_service_model("ec2").operation_model("RunInstances").input_shape
     for kind in aws["available_node_types"].values():
-        validate_parameters(kind["node_config"] | {"MinCount": 1, "MaxCount": 1}, shape)
+        request = kind["node_config"] | {"MinCount": 1, "MaxCount": 1}
+        validate_parameters(request, shape)
+        with pytest.raises(ParamValidationError, match="surprise"):
+            validate_parameters(request | {"surprise": 1}, shape)
 
 
 def test_every_value_has_a_reason(aws):
