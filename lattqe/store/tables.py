@@ -13,6 +13,7 @@ from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store.manifest import Manifest, describe_kind
 
 DTYPES = {"float16": pa.float16(), "float32": pa.float32()}
+NUMBERS = {pa.float16(): "float16", pa.float32(): "float32", pa.int32(): "int32"}  # that lists are made of
 DEFAULT_PART_BYTES = 64 << 20
 # What an id is taken to need when rows are counted into parts before any id is seen.
 NOMINAL_ID_BYTES = 24
@@ -97,8 +98,13 @@ def matrix_column(matrix: np.ndarray) -> pa.FixedSizeListArray:
 
 
 def column_matrix(column: pa.FixedSizeListArray) -> np.ndarray:
-    """A column of n lists as an (n, d) read-only view."""
-    return column.flatten().to_numpy(zero_copy_only=True).reshape(len(column), column.type.list_size)
+    """A column of n lists of numbers, none of them missing, as an (n, d) read-only view."""
+    values = column.flatten()
+    dtype = np.dtype(NUMBERS[values.type])
+    # Arrow's own `to_numpy` imports pandas wherever that is installed: time and memory in every process.
+    flat = np.frombuffer(values.buffers()[1], dtype, len(values), values.offset * dtype.itemsize)
+    flat.flags.writeable = False
+    return flat.reshape(len(column), column.type.list_size)
 
 
 def features_table(ids: Sequence[str] | pa.Array, vectors: np.ndarray, labels: np.ndarray | None = None,
