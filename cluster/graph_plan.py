@@ -18,7 +18,7 @@ from lattqe.errors import LattqeError
 from lattqe.store import NeighborGraph, open_place
 
 PAIR_SECONDS = 120.0  # the longest piece of work, and so the most that a death can cost
-SMALL_BLOCK = 20_000  # rows; with smaller blocks than this, fewer of them: candidates are scored once for each
+SMALL_BLOCK = 20_000  # rows; with smaller blocks than this, fewer of them: candidates are scored for each anew
 LEAST_BLOCK = 512  # rows; smaller ones would only move data about
 BASE_BYTES = 512 << 20  # of a worker process with torch, and its tiles
 OVERHEAD = 1.25  # selection, scoring, loading and writing beside the bare products
@@ -130,14 +130,15 @@ def check_sets(task: GraphTask) -> None:
 def cut_rows(own: int, others: int, workers: int, fit: int, exact: bool = False) -> Cut:
     """Cut `own` rows, and `others` of a set whose graph is known, into blocks of at most `fit` rows.
 
-    Enough blocks that every worker finds a free pair: four for each, three where blocks are small; `exact` takes
-    `fit` as it is.
+    Enough blocks that every worker finds a free pair: four for each, three where blocks are small, and then two for
+    two workers, who have one pair each in every round; `exact` takes `fit` as it is.
     """
     def count(rows: int, wanted: int) -> int:
         least = -(-rows // max(fit, 1))
         return least if exact else max(least, min(wanted, max(rows // LEAST_BLOCK, 1)))
 
-    plenty = 4 if own >= 4 * workers * SMALL_BLOCK else 3
+    small = own < 4 * workers * SMALL_BLOCK
+    plenty = (2 if workers == 2 else 3) if small else 4
     blocks = count(own, plenty * workers if workers > 1 else 1)
     if blocks > 1 and not exact:
         blocks += blocks % 2  # siblings are compared as one
@@ -148,8 +149,12 @@ def cut_rows(own: int, others: int, workers: int, fit: int, exact: bool = False)
 
 
 def bytes_per_row(dim: int, k: int, itemsize: int) -> int:
-    """Memory of one row in a worker: as stored, widened to float32, its candidates, its lists while they are merged."""
-    return dim * (itemsize + 4) + 8 * max(4 * k, 64) + 3 * 12 * k
+    """Memory for one row of each of the two blocks that a worker compares.
+
+    As stored and widened to float32, half as much again for a third block that stays from before; its candidates,
+    their exact scores, and its lists while they are read and merged.
+    """
+    return 3 * dim * (itemsize + 4) // 2 + 8 * max(4 * k, 64) + 8 * k + 4 * 12 * k
 
 
 def worker_budget(workers: int, device_bytes: int | None) -> int:
