@@ -143,9 +143,10 @@ class AugmentWorker:
         """Row numbers (n, m) of the lowest-ranked rows of the whole database, for DQE."""
         from lattqe.expansion.lowest import lowest_outside
         from lattqe.search import FlatIndex
+        from lattqe.search.pieces import in_one
 
         if self._index is None:
-            self._index = FlatIndex(self.features.read())
+            self._index = FlatIndex(in_one(self.features.pieces()))
         return lowest_outside(self._index, x, I, self.method.negatives, own=rows)
 
     def table(self) -> np.ndarray:

@@ -14,6 +14,7 @@ from lattqe.search.clock import Clock
 from lattqe.search.exact import exact_scores, published
 from lattqe.search.graph import Lists, compare_between, compare_within
 from lattqe.search.joining import join_lists
+from lattqe.search.pieces import Rows, in_one
 from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table
 from lattqe.store.place import absolute, node_folder
 from lattqe.store.traffic import traffic
@@ -135,22 +136,25 @@ class GraphWorker:
         return np.where(ids[:, self.task.k - 1] < 0, -np.inf, last - np.abs(last) * 2.0**-23)  # it was rounded
 
     def load(self, start: int, stop: int, products: Any) -> Any:
-        """Rows start..stop on the device; the blocks of the last comparison are kept, one is often needed again."""
+        """Rows start..stop on the device; what the last comparison needed is kept, and parts of it serve too."""
         from lattqe.search.blocks import Block
 
         with self.clock("loading"):
-            if (start, stop) not in self.loaded:
+            held = next((span for span in self.loaded if span[0] <= start and stop <= span[1]), (start, stop))
+            if held not in self.loaded:
                 while len(self.loaded) > 1:
                     self.loaded.pop(next(iter(self.loaded)))
-                self.loaded[start, stop] = Block.load(self.rows(start, stop), products, self.task.k, widen=True)
-            block = self.loaded.pop((start, stop))
-            self.loaded[start, stop] = block  # the latest goes last
-            return block
+                self.loaded[held] = Block.load(self.rows(start, stop), products, self.task.k, widen=True)
+            block = self.loaded.pop(held)
+            self.loaded[held] = block  # the latest goes last
+            # Duplicates are looked for anew: unfinished lists must not depend on which blocks stood together.
+            return block if held == (start, stop) else block.part(start - held[0], stop - held[0]).without(self.task.k)
 
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        """Vectors of rows start..stop, which lie in one of the sets."""
+    def rows(self, start: int, stop: int) -> Rows:
+        """Vectors of rows start..stop, which lie in one of the sets, as they are mapped."""
         first = self.sets[0].rows
-        return self.sets[0].read(start, stop) if stop <= first else self.sets[1].read(start - first, stop - first)
+        return in_one(self.sets[0].pieces(start, stop) if stop <= first
+                      else self.sets[1].pieces(start - first, stop - first))
 
     def read(self, block: int, seen: int) -> Lists:
         """The lists of a block as far as they are."""

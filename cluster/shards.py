@@ -60,11 +60,12 @@ class Shard:
 
         from lattqe.device import pick_device
         from lattqe.search import FlatIndex
+        from lattqe.search.pieces import in_one
 
         torch.set_num_threads(threads)
-        parts = [FeatureSet.open(piece.uri, cache).read(piece.start, piece.stop) for piece in pieces]
-        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        self.index = FlatIndex(rows, pick_device(device), first_row)
+        parts = [part for piece in pieces
+                 for part in FeatureSet.open(piece.uri, cache).pieces(piece.start, piece.stop)]
+        self.index = FlatIndex(in_one(parts), pick_device(device), first_row)
 
     def loaded(self) -> tuple[int, int]:
         """Say that the rows are there, and which bytes were read and written for that."""

@@ -24,8 +24,9 @@ def recompute(index: FeatureSet, count: int, seed: int = 0, cache: str | None = 
     if method.negatives:
         from lattqe.expansion.lowest import lowest_outside
         from lattqe.search import FlatIndex
+        from lattqe.search.pieces import in_one
 
-        index_of_all = FlatIndex(recipe.features.read())
+        index_of_all = FlatIndex(in_one(recipe.features.pieces()))
         negatives = lowest_outside(index_of_all, x, I[:, :recipe.k], method.negatives, own=rows)
     depth = method.depth(recipe.k)
     expected = expand_rows(method, x, I[:, :depth], D[:, :depth], recipe.features.gather, negatives, k=recipe.k)

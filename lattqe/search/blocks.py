@@ -8,6 +8,7 @@ import numpy as np
 from lattqe.errors import LattqeError
 from lattqe.search.duplicates import surplus_rows
 from lattqe.search.exact import norms
+from lattqe.search.pieces import Pieces, Rows, row_range
 from lattqe.search.products import Products
 
 
@@ -15,7 +16,7 @@ from lattqe.search.products import Products
 class Block:
     """Rows (n, D): `stored` in main memory for exact scores, `held` on the device for products."""
 
-    stored: np.ndarray
+    stored: Rows
     held: Any
     norms: np.ndarray
     surplus: np.ndarray | None
@@ -29,19 +30,19 @@ class Block:
         return int(self.stored.shape[1])
 
     @classmethod
-    def load(cls, x: np.ndarray, products: Products, k: int | None = None, widen: bool = False) -> "Block":
+    def load(cls, x: Rows, products: Products, k: int | None = None, widen: bool = False) -> "Block":
         """Bring x (n, D) to the device; `widen` keeps it there as float32, for blocks that are used many times.
 
         With k, find the duplicates that can be in nobody's k best.
         """
-        x = check_vectors(x)
+        x = x if isinstance(x, Pieces) else check_vectors(x)
         length = norms(x)
         if not np.isfinite(length).all():
             row = int(np.flatnonzero(~np.isfinite(length))[0])
             raise LattqeError(f"row {row} of the vectors holds NaN or infinity: verify the feature set it came from")
         held = products.widen(products.hold(x)) if widen else products.hold(x)
         # On the CPU the wide copy serves exact scores as well: gathering from it needs no conversion.
-        stored = held if isinstance(held, np.ndarray) else x
+        stored = held if isinstance(held, Rows) else x
         return cls(stored, held, length, None if k is None else surplus_rows(x, k))
 
     def part(self, start: int, stop: int) -> "Block":
@@ -50,7 +51,9 @@ class Block:
             return self
         rows = slice(start, stop)
         surplus = None if self.surplus is None else self.surplus[rows]
-        return Block(self.stored[rows], self.held[rows], self.norms[rows], surplus)
+        stored = row_range(self.stored, start, stop)
+        held = stored if self.held is self.stored else self.held[rows]
+        return Block(stored, held, self.norms[rows], surplus)
 
     def without(self, k: int) -> "Block":
         """The same rows, with the surplus duplicates of another k."""

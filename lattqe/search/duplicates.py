@@ -3,8 +3,10 @@
 import numpy as np
 import xxhash
 
+from lattqe.search.pieces import Rows, pieces_of
 
-def surplus_rows(x: np.ndarray, k: int) -> np.ndarray | None:
+
+def surplus_rows(x: Rows, k: int) -> np.ndarray | None:
     """Find rows of x (n, D) with more than k identical rows before them: (n,) bool, or None where there are none.
 
     Equal vectors have equal scores and ties go to the lower row, so with k + 1 of them in front (one of which may be
@@ -14,22 +16,23 @@ def surplus_rows(x: np.ndarray, k: int) -> np.ndarray | None:
     n = len(x)
     if n <= k + 1:
         return None
-    rows = np.ascontiguousarray(x)
-    crowded = _in_large_groups(_leading_bytes(rows), k + 1)
+    crowded = _in_large_groups(_leading_bytes(x), k + 1)
     if not crowded.size:
         return None
-    hashes = np.array([xxhash.xxh3_128_digest(rows[row]) for row in crowded], dtype="V16")
+    digests = [xxhash.xxh3_128_digest(np.ascontiguousarray(x[row : row + 1]).data) for row in crowded]
+    hashes = np.array(digests, dtype="V16")
     order, rank = _rank_in_groups(hashes.view("u8").reshape(-1, 2))
     surplus = np.zeros(n, dtype=bool)
     surplus[crowded[order[rank > k]]] = True
     return surplus if surplus.any() else None
 
 
-def _leading_bytes(rows: np.ndarray) -> np.ndarray:
+def _leading_bytes(x: Rows) -> np.ndarray:
     """Eight bytes from the start of each row: most data is told apart by them at once. (n,) uint64."""
-    raw = rows.view(np.uint8).reshape(len(rows), -1)[:, :8]
-    key = np.zeros((len(rows), 8), dtype=np.uint8)
-    key[:, : raw.shape[1]] = raw
+    columns = 8 // x.dtype.itemsize
+    leading = np.concatenate([piece[:, :columns] for piece in pieces_of(x)])
+    key = np.zeros((len(x), columns), dtype=x.dtype)
+    key[:, : leading.shape[1]] = leading
     return key.view(np.uint64).ravel()
 
 

@@ -9,39 +9,96 @@ error bound decides how much slack that needs. Stored float32 scores are these f
 and ranks are the same bytes for any cut of the work.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-SCORING_CHUNK = 262_144  # float64 elements of one temporary: it should stay in the cache
-RUN_ELEMENTS = 32_768  # of all candidates of one query, from which on it pays to take queries one by one
+from lattqe.search.pieces import Rows, pieces_of, split_rows
+
+SCORING_CHUNK = 524_288  # elements gathered at once: enough that threads seldom meet in the interpreter, near the cache
+LONG_RUN = 8  # candidates of one query, from which on its vector is not gathered again for each of them
 DOT_LENGTH = 8192  # OpenBLAS splits longer dot products among threads, and then the sum depends on their number
 
 
-def exact_scores(xq: np.ndarray, xb: np.ndarray, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+def exact_scores(xq: Rows, xb: Rows, i: np.ndarray, j: np.ndarray) -> np.ndarray:
     """Score the pairs (xq[i[p]], xb[j[p]]) for p in 0..n: (n,) float64. Fast where equal i stand together."""
-    scores = np.empty(len(i), dtype=np.float64)
-    step = max(SCORING_CHUNK // max(xq.shape[1], 1), 1)
-    starts = np.flatnonzero(np.diff(i, prepend=-1))
-    if len(i) * xq.shape[1] < RUN_ELEMENTS * len(starts):  # short runs, short vectors: gather both sides
-        for lo in range(0, len(i), step):
-            hi = min(lo + step, len(i))
-            scores[lo:hi] = _dots(xb[j[lo:hi]].astype(np.float64), xq[i[lo:hi]].astype(np.float64))
-        return scores
-    for start, stop in zip(starts, np.append(starts[1:], len(i))):
-        query = xq[i[start]].astype(np.float64)
-        for lo in range(start, stop, step):
-            hi = min(lo + step, stop)
-            scores[lo:hi] = _dots(xb[j[lo:hi]].astype(np.float64), query)
+    scores = np.empty(len(i))
+    for asked, queries, query in split_rows(xq, i):
+        for found, rows, row in split_rows(xb, j[asked]):
+            scores[asked[found]] = _score(queries, rows, query[found], row)
     return scores
 
 
+def _score(xq: np.ndarray, xb: np.ndarray, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    """Score pairs of rows that lie in one array each."""
+    starts = np.flatnonzero(np.diff(i, prepend=-1))
+    if len(i) < LONG_RUN * len(starts):
+        return _score_pairs(xq, xb, i, j)
+    return _score_runs(xq, xb, i, j, starts)
+
+
+def _score_pairs(xq: np.ndarray, xb: np.ndarray, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    """Score pairs of which few have the same i: gather both sides."""
+    scores = np.empty(len(i))
+    step = min(max(SCORING_CHUNK // (2 * max(xq.shape[1], 1)), 1), len(i))
+    found, asked = _Rows(step, xb), _Rows(step, xq)
+    for lo in range(0, len(i), max(step, 1)):
+        part = slice(lo, lo + step)
+        scores[part] = _dots(found.take(j[part])[:, None], asked.take(i[part])[:, :, None])
+    return scores
+
+
+def _score_runs(xq: np.ndarray, xb: np.ndarray, i: np.ndarray, j: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Score runs of equal i, several at once, filled up to the longest of them."""
+    scores = np.empty(len(i))
+    step = max(SCORING_CHUNK // max(xq.shape[1], 1), 1)
+    starts = np.union1d(starts, np.arange(0, len(i), step))
+    lengths = np.diff(np.append(starts, len(i)))
+    order = np.argsort(lengths, kind="stable")  # of like length together: little to fill up
+    starts, lengths = starts[order], lengths[order]
+    found = _Rows(min(step, len(i) + step // 2), xb)
+    for first, last in _groups(lengths.tolist(), step):
+        longest = lengths[first:last].max()
+        places = starts[first:last, None] + np.minimum(np.arange(longest), lengths[first:last, None] - 1)
+        rows = found.take(j[places.ravel()]).reshape(last - first, longest, 1, xb.shape[1])
+        asked = xq[i[starts[first:last]]].astype(np.float64)
+        scores[places] = _dots(rows, asked[:, None, :, None])
+    return scores
+
+
+def _groups(lengths: list[int], area: int) -> Iterator[tuple[int, int]]:
+    """Consecutive runs (first, last + 1) of which all, filled up to the longest, take at most `area` places."""
+    first = longest = 0
+    for run, length in enumerate(lengths):
+        longest = max(longest, length)
+        if (run + 1 - first) * longest > area:
+            yield first, run
+            first, longest = run, length
+    if lengths:
+        yield first, len(lengths)
+
+
+class _Rows:
+    """Rows of x in float64, gathered into the same memory each time."""
+
+    def __init__(self, limit: int, x: np.ndarray) -> None:
+        self.x = x
+        self.narrow, self.wide = np.empty((limit, x.shape[1]), x.dtype), np.empty((limit, x.shape[1]))
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """Rows (n,) of x, (n, D) float64, valid until the next call."""
+        wide = self.wide[: len(rows)]
+        # "clip" only spares numpy a copy: the row numbers are all of x.
+        wide[:] = np.take(self.x, rows, axis=0, out=self.narrow[: len(rows)], mode="clip")
+        return wide
+
+
 def _dots(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Dot products of rows a (n, D) with rows b (n, D) or one vector b (D,): matmul of 1 x D by D x 1 is `ddot`."""
-    total = np.zeros(len(a))
-    for start in range(0, a.shape[1], DOT_LENGTH):
+    """Dot products of a (..., 1, D) and b (..., D, 1), which numpy hands to `ddot` one by one: (...)."""
+    total = np.matmul(a[..., :DOT_LENGTH], b[..., :DOT_LENGTH, :])[..., 0, 0]
+    for start in range(DOT_LENGTH, a.shape[-1], DOT_LENGTH):
         part = slice(start, start + DOT_LENGTH)
-        total += np.matmul(a[:, None, part], b[..., part, None])[:, 0, 0]
+        total += np.matmul(a[..., part], b[..., part, :])[..., 0, 0]
     return total
 
 
@@ -60,13 +117,14 @@ def just_below(values: np.ndarray) -> np.ndarray:
     return np.nextafter(values.astype(np.float32), np.float32(-np.inf))
 
 
-def norms(x: np.ndarray, chunk: int = 4096) -> np.ndarray:
+def norms(x: Rows, chunk: int = 4096) -> np.ndarray:
     """Upper bounds of the row norms of x (n, D), (n,) float64."""
-    result = np.empty(len(x), dtype=np.float64)
-    for start in range(0, len(x), chunk):
-        rows = x[start : start + chunk].astype(np.float32, copy=False)
-        result[start : start + chunk] = np.sqrt(np.einsum("ij,ij->i", rows, rows))
-    return result * (1 + 1e-3)  # the float32 sum above may itself be low by D u < 1e-3
+    squares = [np.empty(0)]
+    for piece in pieces_of(x):
+        for start in range(0, len(piece), chunk):
+            rows = piece[start : start + chunk].astype(np.float32, copy=False)
+            squares.append(np.einsum("ij,ij->i", rows, rows))
+    return np.sqrt(np.concatenate(squares)) * (1 + 1e-3)  # a float32 sum may be low by D u < 1e-3
 
 
 def best_of(scores: np.ndarray, ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

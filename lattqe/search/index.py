@@ -9,6 +9,7 @@ from lattqe.errors import LattqeError
 from lattqe.search.blocks import Block
 from lattqe.search.exact import published
 from lattqe.search.lanes import lanes_on
+from lattqe.search.pieces import Rows
 from lattqe.search.topk import best_rows, count_above, pair_scores
 
 
@@ -42,7 +43,7 @@ class Index(Protocol):
 class FlatIndex:
     """All rows in one process, on one device; float16 rows stay float16 and are widened tile by tile."""
 
-    def __init__(self, xb: np.ndarray, device: torch.device | None = None, first_row: int = 0) -> None:
+    def __init__(self, xb: Rows, device: torch.device | None = None, first_row: int = 0) -> None:
         self.first_row = first_row
         self._device = device
         with lanes_on(device) as lanes:

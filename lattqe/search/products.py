@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from lattqe.search.pieces import Rows, pieces_of
+
 Passing = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -19,7 +21,7 @@ class Products(Protocol):
 
     tile: int
 
-    def hold(self, x: np.ndarray) -> Any:
+    def hold(self, x: Rows) -> Any:
         """Bring rows (n, D) to the device in their stored width."""
 
     def widen(self, rows: Any) -> Any:
@@ -49,13 +51,13 @@ class NumpyProducts:
         self._buffer = np.empty(0, dtype=np.float32)
         self._mask = np.empty(0, dtype=bool)
 
-    def hold(self, x: np.ndarray) -> np.ndarray:
+    def hold(self, x: Rows) -> Rows:
         """See Products; memory-mapped rows stay memory-mapped."""
         return x
 
-    def widen(self, rows: np.ndarray) -> np.ndarray:
+    def widen(self, rows: Rows) -> Rows:
         """See Products; torch converts with vector instructions and all threads, numpy does not."""
-        return rows if rows.dtype == np.float32 else as_tensor(rows).float().numpy()
+        return rows if rows.dtype == np.float32 else _together(rows, torch.empty(rows.shape)).numpy()
 
     def multiply(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """See Products."""
@@ -96,9 +98,10 @@ class TorchProducts:
         self.tile = tile
         self._buffer = torch.empty(0, device=device)
 
-    def hold(self, x: np.ndarray) -> torch.Tensor:
+    def hold(self, x: Rows) -> torch.Tensor:
         """See Products."""
-        return as_tensor(x).to(self.device)
+        held = torch.empty(x.shape, dtype=torch.float16 if x.dtype == np.float16 else torch.float32, device=self.device)
+        return _together(x, held)
 
     def widen(self, rows: torch.Tensor) -> torch.Tensor:
         """See Products."""
@@ -129,6 +132,15 @@ class TorchProducts:
 
     def _bring(self, values: np.ndarray) -> torch.Tensor:
         return as_tensor(values).to(self.device)
+
+
+def _together(x: Rows, out: torch.Tensor) -> torch.Tensor:
+    """Copy rows (n, D), which may lie in pieces, into `out`, converting them to its dtype."""
+    start = 0
+    for piece in pieces_of(x):
+        out[start : start + len(piece)] = as_tensor(piece)
+        start += len(piece)
+    return out
 
 
 def as_tensor(x: np.ndarray) -> torch.Tensor:

@@ -9,6 +9,7 @@ from lattqe.errors import LattqeError
 from lattqe.search.blocks import Block, check_vectors
 from lattqe.search.exact import exact_scores, merge, norms, published
 from lattqe.search.lanes import in_lanes, lanes_on
+from lattqe.search.pieces import Pieces, Rows, row_range
 from lattqe.search.products import Products
 from lattqe.search.running import RunningTopK
 
@@ -84,7 +85,7 @@ def _search_block(queries: Block, database: Block, k: int, products: Products,
     return running.lists(0, len(queries))
 
 
-def pair_scores(xq: np.ndarray, xb: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def pair_scores(xq: np.ndarray, xb: Rows, rows: np.ndarray) -> np.ndarray:
     """Exact scores of chosen rows: xq (nq, D), rows (nq, m) of xb, -1 padding -> (nq, m) float64, 0 at padding."""
     xq, rows = check_queries(xq, xb.shape[1]), np.asarray(rows)
     if rows.size and rows.max() >= len(xb):
@@ -95,7 +96,7 @@ def pair_scores(xq: np.ndarray, xb: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return scores
 
 
-def count_above(xq: np.ndarray, xb: np.ndarray, scores: np.ndarray, rows: np.ndarray, *,
+def count_above(xq: np.ndarray, xb: Rows, scores: np.ndarray, rows: np.ndarray, *,
                 first_row: int = 0) -> np.ndarray:
     """Count the rows of xb (nb, D) that stand before given (score, row) pairs in the exact order of each query.
 
@@ -104,19 +105,20 @@ def count_above(xq: np.ndarray, xb: np.ndarray, scores: np.ndarray, rows: np.nda
     numbers of xb start at `first_row`. The products are float64 because labelled items often lie in the bulk of the
     scores, where a float32 error bound covers thousands of rows; memory: a few tiles of 16 MiB.
     """
-    xb, xq = check_vectors(xb), check_queries(xq, xb.shape[1])
+    xb = xb if isinstance(xb, Pieces) else check_vectors(xb)
+    xq = check_queries(xq, xb.shape[1])
     scores, rows = np.asarray(scores, dtype=np.float64), np.asarray(rows)
     error = 2.0**-52 * xb.shape[1] * norms(xq) * norms(xb).max(initial=0.0) + 1e-300
     with lanes_on() as lanes:
         ranges = list(tiles(len(xb), -(-len(xb) // len(lanes)) or 1))
 
         def count(_: Products, task: tuple[int, int]) -> np.ndarray:
-            return _count_in(xq, xb[slice(*task)], scores, rows, error, first_row + task[0])
+            return _count_in(xq, row_range(xb, *task), scores, rows, error, first_row + task[0])
 
         return sum(in_lanes(count, ranges, lanes), np.zeros(rows.shape, dtype=np.int64))
 
 
-def _count_in(xq: np.ndarray, xb: np.ndarray, scores: np.ndarray, rows: np.ndarray, error: np.ndarray,
+def _count_in(xq: np.ndarray, xb: Rows, scores: np.ndarray, rows: np.ndarray, error: np.ndarray,
               first_row: int) -> np.ndarray:
     """Count in one range of the database, tile by tile."""
     counts = np.zeros(rows.shape, dtype=np.int64)

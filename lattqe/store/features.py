@@ -41,6 +41,11 @@ class FeatureSet(StoredRows):
             out[row - start:row - start + len(block)] = block
         return np.empty((0, self.dim), self.dtype) if out is None else out
 
+    def pieces(self, start: int = 0, stop: int | None = None) -> list[np.ndarray]:
+        """Vectors of rows start..stop as read-only views (n_i, D), one for each part that has some of them."""
+        batches = [batch for _, batch in self.parts.slices(*self.parts.span(start, stop))]
+        return [column_matrix(batch.column("vector")) for batch in batches] or [np.empty((0, self.dim), self.dtype)]
+
     def gather(self, rows: np.ndarray) -> np.ndarray:
         """Vectors of a row list (n,) in its order, repeats allowed: (n, D)."""
         rows = self.parts.check_rows(rows)
