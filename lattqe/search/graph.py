@@ -13,6 +13,7 @@ from lattqe.search.clock import Clock
 from lattqe.search.exact import merge, published
 from lattqe.search.lanes import in_threads, lanes_on
 from lattqe.search.pairing import all_pairs, run_pairs
+from lattqe.search.pieces import Pieces, Rows, row_range
 from lattqe.search.products import Products
 from lattqe.search.running import RunningTopK
 from lattqe.search.topk import tiles
@@ -35,11 +36,6 @@ class Lists:
         """Lists that have seen nothing."""
         return cls(np.full((rows, k), -np.inf), np.full((rows, k), -1, dtype=np.int32))
 
-    @property
-    def floor(self) -> np.ndarray:
-        """The score that a newcomer must reach, (n,) float64."""
-        return self.scores[:, -1]
-
     def add(self, scores: np.ndarray, ids: np.ndarray, first_row: int) -> "Lists":
         """Merge exact lists whose row numbers count from `first_row`."""
         ids = np.where(ids < 0, -1, ids + np.int32(first_row)).astype(np.int32)
@@ -48,7 +44,7 @@ class Lists:
         return Lists(*merge([(self.scores, self.ids), (scores, ids)], self.ids.shape[1]))
 
 
-def knn_graph(xb: np.ndarray, k: int, *, device: torch.device | None = None, block_rows: int | None = None,
+def knn_graph(xb: Rows, k: int, *, device: torch.device | None = None, block_rows: int | None = None,
               clock: Clock | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Find the exact k best other rows of each row of xb (nb, D): I (nb, k) int32, D (nb, k) float32.
 
@@ -56,7 +52,7 @@ def knn_graph(xb: np.ndarray, k: int, *, device: torch.device | None = None, blo
     other rows: -1 and 0. Memory: 12 k bytes for each row, plus at most two blocks (float16 rows are widened block by
     block) and their candidates: less than 1 GiB. The result does not depend on `block_rows`.
     """
-    xb = check_vectors(xb)
+    xb = xb if isinstance(xb, Pieces) else check_vectors(xb)
     if k < 1:
         raise LattqeError(f"k must be at least 1, got {k}")
     clock = clock or Clock()
@@ -66,11 +62,11 @@ def knn_graph(xb: np.ndarray, k: int, *, device: torch.device | None = None, blo
     with lanes_on(device) as lanes:
         for a, (start, stop) in enumerate(cuts):
             with clock("loading"):
-                rows = Block.load(xb[start:stop], lanes[0], k, widen=True)
+                rows = Block.load(row_range(xb, start, stop), lanes[0], k, widen=True)
             lists[a] = compare_within(rows, lists[a], start, lanes, clock)
             for b in range(a + 1, len(cuts)):
                 with clock("loading"):
-                    visitors = Block.load(xb[slice(*cuts[b])], lanes[0], k, widen=True)
+                    visitors = Block.load(row_range(xb, *cuts[b]), lanes[0], k, widen=True)
                 lists[a], lists[b] = compare_between(rows, visitors, lists[a], lists[b], start, cuts[b][0],
                                                      lanes, clock)
     if not lists:
@@ -108,11 +104,8 @@ def compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: L
     `visitor_floor` (n,) float64: scores below which visitors take nobody, whatever their lists say.
     """
     k = lists.ids.shape[1]
-    floor = _known(visitor_lists)
-    if visitor_floor is not None:
-        floor = visitor_floor if floor is None else np.maximum(floor, visitor_floor)
     running = RunningTopK(rows, visitors, k, _known(lists))
-    returning = RunningTopK(visitors, rows, k, floor)
+    returning = RunningTopK(visitors, rows, k, _known(visitor_lists), visitor_floor)
     cuts = list(tiles(len(rows), tile_rows(len(rows), lanes)))
     visiting = list(tiles(len(visitors), tile_rows(len(visitors), lanes)))
 
@@ -160,8 +153,8 @@ def _lift(running: RunningTopK, lo: int, hi: int, tile: object, entries: int, pr
 
 
 def _known(lists: Lists) -> np.ndarray | None:
-    """The lists' floor, or None where nothing is known yet."""
-    return None if np.isneginf(lists.floor).all() else lists.floor
+    """The lists' scores, or None where nothing is known yet."""
+    return None if np.isneginf(lists.scores).all() else lists.scores
 
 
 def _score(running: RunningTopK, returning: RunningTopK | None, clock: Clock) -> None:

@@ -14,18 +14,22 @@ RECEIVE_CHUNK = 8192  # pairs looked up at once
 
 
 class RunningTopK:
-    """The k best rows of `others` for each of `rows`, as far as they were offered.
+    """Those of the k best rows that are in `others` for each of `rows`, as far as they were offered.
 
-    Memory: max(4 k, 64) × 8 bytes for each row. `floor` (n,) float64: scores of which k as good are known elsewhere.
+    `known` (n, k) float64: exact scores, descending, of rows that are not in `others`; the k best are those of both.
+    `floor` (n,) float64: of scores as good k are known elsewhere. Memory: max(4 k, 64) × 8 bytes for each row.
     """
 
-    def __init__(self, rows: Block, others: Block, k: int, floor: np.ndarray | None = None) -> None:
+    def __init__(self, rows: Block, others: Block, k: int, known: np.ndarray | None = None,
+                 floor: np.ndarray | None = None) -> None:
         self.k = k
+        self.known = known
         self.rows, self.others = rows, others
         self.error = float32_error(rows.dim, rows.norms, others.norms.max(initial=0.0))
         self.threshold = np.full(len(rows), -np.inf, dtype=np.float32)
-        if floor is not None:
-            self.threshold = just_below(floor - self.error)
+        for least in (floor, None if known is None else known[:, -1]):
+            if least is not None:
+                np.maximum(self.threshold, just_below(least - self.error), out=self.threshold)
         capacity = max(4 * k, 64)
         self._scores = np.full((len(rows), capacity), -np.inf, dtype=np.float32)
         self._ids = np.empty((len(rows), capacity), dtype=np.int32)
@@ -64,8 +68,16 @@ class RunningTopK:
 
     def settle(self, start: int, stop: int) -> None:
         """Nothing more will be offered to the rows start..stop: keep only what may be among their k best."""
-        rows = np.arange(start, stop)
-        self._compact(rows[self._fill[start:stop] > self.k])
+        if self.known is None:
+            self._compact(start + np.flatnonzero(self._fill[start:stop] > self.k))
+            return
+        rows = start + np.flatnonzero(self._fill[start:stop])
+        width = int(self._fill[start:stop].max(initial=0))
+        # What is surely reached by k, known and new together: most newcomers that only displace each other fall here.
+        reached = np.concatenate([self.known[rows], self._scores[rows, :width] - self.error[rows, None]], axis=1)
+        kth = np.partition(reached, width, axis=1)[:, width]
+        self.threshold[rows] = np.maximum(self.threshold[rows], just_below(kth - self.error[rows]))
+        self._compact(rows)
 
     def prepare_scores(self) -> None:
         """All rows are settled: make room for exact scores, one for each entry."""
