@@ -21,6 +21,7 @@ from cluster.shards import ShardedIndex
 from lattqe.errors import LattqeError
 from lattqe.search import knn_graph, topk
 from lattqe.search.graph import Lists
+from lattqe.search.pairing import Pairing
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, open_place
 
 pytestmark = pytest.mark.ray
@@ -211,6 +212,17 @@ def test_lists_are_named_by_what_they_have_seen(tmp_path):
     np.testing.assert_array_equal(again.scores, lists.scores)
     np.testing.assert_array_equal(again.ids, lists.ids)
     assert place.exists(file_name(1, 0b11))
+
+
+@pytest.mark.parametrize(("rows", "workers", "fit", "blocks"), [
+    (20_000, 1, 20_000, 1), (20_000, 2, 20_000, 4), (20_000, 3, 20_000, 10), (20_000, 2, 2_000, 10),
+    (1_000_000, 2, 1_000_000, 8), (1_000_000, 8, 1_000_000, 32), (700, 2, 700, 1)])
+def test_blocks_are_few_but_enough_for_the_workers(rows, workers, fit, blocks):
+    cut = cut_rows(rows, 0, workers, fit)
+    assert cut.blocks == blocks
+    pairing = Pairing(cut.pairs(), first=[pair for pair in cut.pairs() if cut.siblings(*pair)])
+    first = [pairing.take() for _ in range(workers)]
+    assert rows < 1000 or all(first), "a worker has nothing to begin with"
 
 
 @pytest.mark.parametrize(("own", "others"), [(1, 0), (2, 0), (5, 0), (6, 0), (1, 3), (4, 2)])
