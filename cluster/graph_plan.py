@@ -13,7 +13,7 @@ import ray
 from cluster.graph_cut import Cut
 from cluster.graph_worker import GraphTask, open_sets
 from cluster.lists import MAX_BLOCKS
-from cluster.session import gpus_available, require_resources
+from cluster.session import gpus_available, only_this_machine, require_resources
 from lattqe.errors import LattqeError
 from lattqe.store import NeighborGraph, open_place
 
@@ -85,7 +85,10 @@ def plan_graph(task: GraphTask, workers: int | None = None, block_rows: int | No
     if gpus_available():
         resources["num_gpus"] = 1
     require_resources({"CPU": threads} | ({"GPU": 1} if gpus_available() else {}), workers)
-    speed = ray.get(ray.remote(**resources)(probe).remote(sets[0].dim, threads))
+    # Where a worker will run; on this machine alone that is here, and the processes Ray holds ready stay for workers.
+    here = only_this_machine() and not gpus_available()
+    speed = (probe(sets[0].dim, threads) if here
+             else ray.get(ray.remote(**resources)(probe).remote(sets[0].dim, threads)))
     row_bytes = bytes_per_row(sets[0].dim, task.k, np.dtype(sets[0].dtype).itemsize)
     budget = worker_budget(workers, speed["device_bytes"])
     if budget - BASE_BYTES < 2 * LEAST_BLOCK * row_bytes:

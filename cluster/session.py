@@ -131,6 +131,12 @@ def gpus_available() -> int:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
+def only_this_machine() -> bool:
+    """Whether the connected cluster has one node, the one that this process runs on."""
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    return nodes == [ray.get_runtime_context().get_node_id()]
+
+
 def require_resources(per_worker: Mapping[str, float], workers: int, timeout: float = 60.0) -> None:
     """Wait until the cluster owns what `workers` workers need, or say plainly what is missing.
 
