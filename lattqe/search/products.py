@@ -13,6 +13,8 @@ import torch
 
 from lattqe.search.pieces import Rows, pieces_of
 
+SYMMETRIC_DIM = 256  # below, numpy loses more by mirroring A @ A.T than it gains by computing half of it
+
 Passing = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -65,6 +67,8 @@ class NumpyProducts:
         if self._buffer.size < size:
             self._buffer = np.empty(size, dtype=np.float32)
             self._mask = np.empty(size, dtype=bool)
+        if a.shape[1] < SYMMETRIC_DIM and a.ctypes.data == b.ctypes.data:
+            b = b.copy()
         return np.matmul(a, b.T, out=self._buffer[:size].reshape(len(a), len(b)))
 
     def blank(self, tile: np.ndarray, i: np.ndarray, j: np.ndarray) -> None:
