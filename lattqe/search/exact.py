@@ -56,7 +56,7 @@ def _score_runs(xq: np.ndarray, xb: np.ndarray, i: np.ndarray, j: np.ndarray, st
     lengths = np.diff(np.append(starts, len(i)))
     order = np.argsort(lengths, kind="stable")  # of like length together: little to fill up
     starts, lengths = starts[order], lengths[order]
-    found = _Rows(min(step, len(i) + step // 2), xb)
+    found = _Rows(step, xb)
     for first, last in _groups(lengths.tolist(), step):
         longest = lengths[first:last].max()
         places = starts[first:last, None] + np.minimum(np.arange(longest), lengths[first:last, None] - 1)
@@ -67,13 +67,14 @@ def _score_runs(xq: np.ndarray, xb: np.ndarray, i: np.ndarray, j: np.ndarray, st
 
 
 def _groups(lengths: list[int], area: int) -> Iterator[tuple[int, int]]:
-    """Consecutive runs (first, last + 1) of which all, filled up to the longest, take at most `area` places."""
-    first = longest = 0
+    """Cut runs of ascending length into groups (first, last + 1) of which all, filled up to the last, which is the
+    longest, take at most `area` places, and few of them for nothing.
+    """
+    first = 0
     for run, length in enumerate(lengths):
-        longest = max(longest, length)
-        if (run + 1 - first) * longest > area:
+        if (run + 1 - first) * length > area or length > 2 * lengths[first] + LONG_RUN:
             yield first, run
-            first, longest = run, length
+            first = run
     if lengths:
         yield first, len(lengths)
 

@@ -40,7 +40,6 @@ class Pieces:
         return in_one(self.within(start, stop))
 
 
-
 Rows = np.ndarray | Pieces
 
 

@@ -52,7 +52,7 @@ def test_arrays_of_two_widths_become_one():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("runs", [[1] * 40, [3, 1, 2] * 20, [40, 9, 1, 33] * 5, [700, 2, 8], [0]])
+@pytest.mark.parametrize("runs", [[1] * 40, [3, 1, 2] * 20, [40, 9, 1, 33] * 5, [700, 2, 8], [1] * 13 + [1000], [0]])
 @pytest.mark.parametrize("chunk", [64, 4096, exact.SCORING_CHUNK])
 def test_exact_scores_are_dot_products_pair_by_pair(runs, chunk, dtype, monkeypatch):
     """Whatever stands in the same chunk, in the same run or in another piece."""
