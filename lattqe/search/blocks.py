@@ -35,7 +35,7 @@ class Block:
 
         With k, find the duplicates that can be in nobody's k best.
         """
-        x = x if isinstance(x, Pieces) else check_vectors(x)
+        x = check_rows(x)
         length = norms(x)
         if not np.isfinite(length).all():
             row = int(np.flatnonzero(~np.isfinite(length))[0])
@@ -58,6 +58,11 @@ class Block:
     def without(self, k: int) -> "Block":
         """The same rows, with the surplus duplicates of another k."""
         return replace(self, surplus=surplus_rows(self.stored, k))
+
+
+def check_rows(x: Rows) -> Rows:
+    """As `check_vectors`; rows in pieces were checked when they were put together."""
+    return x if isinstance(x, Pieces) else check_vectors(x)
 
 
 def check_vectors(x: np.ndarray) -> np.ndarray:

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from lattqe.errors import LattqeError
-from lattqe.search.blocks import Block, check_vectors
+from lattqe.search.blocks import Block, check_rows
 from lattqe.search.clock import Clock
 from lattqe.search.exact import merge, published
 from lattqe.search.lanes import in_threads, lanes_on
 from lattqe.search.pairing import all_pairs, run_pairs
-from lattqe.search.pieces import Pieces, Rows, row_range
+from lattqe.search.pieces import Rows, row_range
 from lattqe.search.products import Products
 from lattqe.search.running import RunningTopK
 from lattqe.search.topk import tiles
@@ -52,7 +52,7 @@ def knn_graph(xb: Rows, k: int, *, device: torch.device | None = None, block_row
     other rows: -1 and 0. Memory: 12 k bytes for each row, plus at most two blocks (float16 rows are widened block by
     block) and their candidates: less than 1 GiB. The result does not depend on `block_rows`.
     """
-    xb = xb if isinstance(xb, Pieces) else check_vectors(xb)
+    xb = check_rows(xb)
     if k < 1:
         raise LattqeError(f"k must be at least 1, got {k}")
     clock = clock or Clock()

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from lattqe.errors import LattqeError
-from lattqe.search.blocks import Block, check_vectors
+from lattqe.search.blocks import Block, check_rows, check_vectors
 from lattqe.search.exact import exact_scores, merge, norms, published
 from lattqe.search.lanes import in_lanes, lanes_on
-from lattqe.search.pieces import Pieces, Rows, row_range
+from lattqe.search.pieces import Rows, row_range
 from lattqe.search.products import Products
 from lattqe.search.running import RunningTopK
 
@@ -105,7 +105,7 @@ def count_above(xq: np.ndarray, xb: Rows, scores: np.ndarray, rows: np.ndarray, 
     numbers of xb start at `first_row`. The products are float64 because labelled items often lie in the bulk of the
     scores, where a float32 error bound covers thousands of rows; memory: a few tiles of 16 MiB.
     """
-    xb = xb if isinstance(xb, Pieces) else check_vectors(xb)
+    xb = check_rows(xb)
     xq = check_queries(xq, xb.shape[1])
     scores, rows = np.asarray(scores, dtype=np.float64), np.asarray(rows)
     error = 2.0**-52 * xb.shape[1] * norms(xq) * norms(xb).max(initial=0.0) + 1e-300

@@ -5,14 +5,19 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex, exact, knn_graph
+from lattqe.search.blocks import Block
 from lattqe.search.clock import Clock
 from lattqe.search.duplicates import surplus_rows
 from lattqe.search.exact import exact_scores, norms
 from lattqe.search.pieces import Pieces, in_one, pieces_of, row_range
+from lattqe.search.products import TorchProducts
+from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter
 
 DTYPES = [np.float16, np.float32]
@@ -49,6 +54,21 @@ def test_arrays_of_two_widths_become_one():
     joined = in_one([np.ones((2, 3), np.float16), np.zeros((1, 3), np.float32)])
     assert isinstance(joined, np.ndarray)
     assert joined.shape == (3, 3)
+
+
+def test_vectors_of_two_lengths_are_refused():
+    with pytest.raises(LattqeError, match=r"\[3, 4\] dimensions"):
+        in_one([np.ones((2, 3), np.float32), np.ones((2, 4), np.float32)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pieces_come_to_a_device_whole(dtype):
+    x = unit(np.random.default_rng(6), 50, 8, dtype)
+    block = Block.load(in_pieces(x, 11, 30), TorchProducts(torch.device("cpu")), 5, widen=True)
+    part = block.part(20, 45)
+    np.testing.assert_array_equal(block.held.numpy(), x.astype(np.float32))
+    np.testing.assert_array_equal(part.held.numpy(), x[20:45].astype(np.float32))
+    np.testing.assert_array_equal(part.stored[0:25], x[20:45])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -129,3 +149,16 @@ def test_reading_rows_does_not_load_pandas(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path / "set")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_the_graph_of_parts_on_s3(s3_uri, tmp_path):
+    """Fetched parts, and parts mapped from the cache, are compared where they lie."""
+    x = unit(np.random.default_rng(7), 200, 16)
+    with FeatureWriter(f"{s3_uri}/set", 16, dtype="float32", part_bytes=3000) as writer:
+        writer.append(x, [str(row) for row in range(200)])
+    expected = knn_graph(FeatureSet.open(f"{s3_uri}/set").read(), 5)
+    for name, cache in (("fetched", None), ("mapped", str(tmp_path / "cache"))):
+        stored = FeatureSet.open(f"{s3_uri}/set", cache)
+        assert len(stored.pieces()) > 3
+        for ours, theirs in zip(publish_graph(stored, 5, f"{s3_uri}/{name}").read(), expected):
+            np.testing.assert_array_equal(ours, theirs)

@@ -52,6 +52,7 @@ READERS = {
     "read": lambda features: features.read(),
     "one row": lambda features: features.read(50, 51),
     "gather": lambda features: features.gather(np.array([50])),
+    "pieces": lambda features: features.pieces(),
     "blocks": lambda features: list(features.blocks(10)),
     "ids": lambda features: features.ids(),
     "labels": lambda features: features.labels(),
