@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from lattqe.errors import LattqeError
-from lattqe.expansion.base import Lists, Method
+from lattqe.expansion.base import Lists, Method, parameter
 
 
 @dataclass
@@ -20,7 +20,12 @@ class AlphaExpansion(Method):
     name: ClassVar[str] = "alphaqe"
     default_k: ClassVar[int] = 72
     default_k_dba: ClassVar[int] = 36
-    alpha: float = 3.0  # the value of the paper's comparison; 0 is AQE over all k
+    label: ClassVar[str] = "αQE"
+    dba_label: ClassVar[str] = "αDBA"
+    tries_k: ClassVar[tuple[int, ...]] = (8, 10, 16, 24, 36, 48, 72)
+    tries_dba: ClassVar[tuple[tuple[int, ...], tuple[int, ...]]] = ((10, 24, 36), (4, 10, 24))
+    # 3 is the value of the paper's comparison; 0 is AQE over all k
+    alpha: float = parameter(3.0, "Power of the similarity", symbol="α", tries=(1.0, 2.0, 3.0, 4.0))
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.alpha) and self.alpha >= 0):

@@ -8,7 +8,7 @@ import torch
 
 from lattqe.device import pick_device
 from lattqe.errors import LattqeError
-from lattqe.expansion.base import Expanded, Lists, Method
+from lattqe.expansion.base import Expanded, Lists, Method, parameter
 from lattqe.model.fast import FastLAttQE
 from lattqe.model.network import LAttQE
 
@@ -24,7 +24,12 @@ class AttentionExpansion(Method):
     name: ClassVar[str] = "lattqe"
     default_k: ClassVar[int] = 64
     default_k_dba: ClassVar[int] = 48
-    model: str | LAttQE | None = None  # where a trained network is stored, or the network itself
+    label: ClassVar[str] = "LAttQE"
+    dba_label: ClassVar[str] = "LAttDBA"
+    learned: ClassVar[bool] = True
+    row_params: ClassVar[dict[str, Any]] = {"dba": True}
+    # where a trained network is stored, or the network itself
+    model: str | LAttQE | None = parameter(None, "The trained model, a folder or s3:// address", address=True)
     dba: bool = False  # the tempered softmax, for rows of the database
     precision: str = "float32"  # or int8 on CPUs, half on GPUs: faster, cosine to the float32 result above .999
     fast: FastLAttQE = field(init=False, repr=False)
@@ -45,6 +50,11 @@ class AttentionExpansion(Method):
         chosen = self.fast.network.metrics.get("ndba" if dba else "nqe")
         k = chosen if isinstance(chosen, int) and chosen > 0 else super().suggested_k(dba)
         return min(k, self.fast.config.max_k)
+
+    @property
+    def largest_k(self) -> int | None:
+        """As many as the network has ranks."""
+        return self.fast.config.max_k
 
     def depth(self, k: int) -> int:
         """A background needs a longer list than the k neighbors that are weighed."""

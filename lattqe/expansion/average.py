@@ -15,6 +15,10 @@ class AverageExpansion(Method):
     name: ClassVar[str] = "aqe"
     default_k: ClassVar[int] = 2
     default_k_dba: ClassVar[int] = 4
+    label: ClassVar[str] = "AQE"
+    dba_label: ClassVar[str] = "ADBA"
+    tries_k: ClassVar[tuple[int, ...]] = (1, 2, 4, 6, 8, 12, 16)
+    tries_dba: ClassVar[tuple[tuple[int, ...], tuple[int, ...]]] = ((2, 4, 8), (2, 4, 8))
 
     def weights(self, lists: Lists) -> torch.Tensor:
         """(n, 1 + k) ones."""

@@ -54,14 +54,67 @@ class Lists:
         return self.scores.shape[1]
 
 
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter as people meet it: an option of a verb, a key of a run's file, a part of a row of a report."""
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    symbol: str  # what reports call it
+    tries: tuple[Any, ...]  # values worth trying where a benchmark tunes it; the default alone where there are none
+    address: bool  # a folder or s3:// address
+
+    @property
+    def option(self) -> str:
+        """Its option on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+
+def parameter(default: Any, help: str, *, symbol: str = "", tries: tuple[Any, ...] = (), address: bool = False) -> Any:
+    """A dataclass field that users may set: verbs, run files and reports know it from this alone."""
+    kind = str if address else type(default)
+    return field(default=default, metadata={"help": help, "symbol": symbol, "tries": tries or (default,), "kind": kind,
+                                            "address": address})
+
+
 @dataclass
 class Method(ABC):
-    """One θ. Its dataclass fields are its parameters; `create` checks their names."""
+    """One θ. Its dataclass fields are its parameters; `create` checks their names.
+
+    All that verbs, run files and reports must know of a method stands in its class: names, defaults, what to try.
+    """
 
     name: ClassVar[str]
+    label: ClassVar[str] = ""  # what reports call it for queries; by default its name
+    dba_label: ClassVar[str] = ""  # and for database rows
+    learned: ClassVar[bool] = False  # needs a trained network, named by the parameter `model`
+    row_params: ClassVar[dict[str, Any]] = {}  # parameters that database rows have beyond those of queries
+    tries_k: ClassVar[tuple[int, ...]] = (2, 4, 8, 16, 32)  # nQE worth trying where a benchmark tunes it
+    tries_dba: ClassVar[tuple[tuple[int, ...], tuple[int, ...]]] = ((4, 8, 16), (4, 8, 16))  # nDBA, and nQE with it
     default_k: ClassVar[int]  # neighbors of a query where the caller does not say: the paper's choice for this method
     default_k_dba: ClassVar[int]  # neighbors of a database row, likewise
     device: str = field(default="auto", kw_only=True)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        name = getattr(cls, "name", cls.__name__)
+        cls.label = cls.label or name
+        cls.dba_label = cls.dba_label or f"{cls.label} (DBA)"
+
+    @classmethod
+    def parameters(cls) -> dict[str, Parameter]:
+        """The parameters that users may set, by name."""
+        found = {f.name: f for f in dataclasses.fields(cls) if "help" in f.metadata}
+        return {name: Parameter(name, f.metadata["kind"], f.default, f.metadata["help"],
+                                f.metadata["symbol"] or name, f.metadata["tries"], f.metadata["address"])
+                for name, f in found.items()}
+
+    @property
+    def largest_k(self) -> int | None:
+        """The most neighbors that can be weighed; None: any number."""
+        return None
 
     @property
     def negatives(self) -> int:

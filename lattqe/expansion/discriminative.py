@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from lattqe.errors import LattqeError
-from lattqe.expansion.base import Lists, Method
+from lattqe.expansion.base import Lists, Method, parameter
 from lattqe.expansion.svm import solve_dual
 
 
@@ -23,8 +23,13 @@ class DiscriminativeExpansion(Method):
     name: ClassVar[str] = "dqe"
     default_k: ClassVar[int] = 4
     default_k_dba: ClassVar[int] = 4
-    C: float = 0.1  # bound of each weight, as tuned in the paper's comparison
-    negatives: int = 5  # low-ranked items for each row, as tuned in the paper's comparison
+    label: ClassVar[str] = "DQE"
+    dba_label: ClassVar[str] = "DDBA"
+    tries_k: ClassVar[tuple[int, ...]] = (2, 4, 8, 12)
+    tries_dba: ClassVar[tuple[tuple[int, ...], tuple[int, ...]]] = ((2, 4, 8), (2, 4, 8))
+    # Defaults as tuned in the paper's comparison
+    C: float = parameter(0.1, "The SVM's C, bound of each weight", tries=(0.1, 1.0))
+    negatives: int = parameter(5, "Low-ranked negatives for each query or row", tries=(5, 50))
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.C) and self.C > 0):
