@@ -90,7 +90,7 @@ def show_plan(chosen: "Run", bench: "Bench") -> None:
 def golden_warnings(chosen: "Run", bench: "Bench") -> list[str]:
     """Say where features that should be the paper's do not give the paper's numbers without expansion."""
     from lattqe.benchmark.choosing import NO_EXPANSION
-    from lattqe.datasets.published import golden_differences, published
+    from lattqe.datasets.revisited import golden_differences, published
 
     warnings: list[str] = []
     for dataset in chosen.datasets_of("test") if chosen.published else ():
@@ -102,7 +102,7 @@ def golden_warnings(chosen: "Run", bench: "Bench") -> list[str]:
 
 def facts(chosen: "Run", bench: "Bench") -> dict[str, Any]:
     """What the results carry of their inputs: digests, the resolved run, published numbers and warnings."""
-    from lattqe.datasets.published import published
+    from lattqe.datasets.revisited import published
 
     inputs: dict[str, Any] = {
         name: {"database": opened.database.as_input(), "queries": opened.queries.as_input(),

@@ -56,9 +56,8 @@ def main(
 
     from cluster.extraction import plan_workers
     from cluster.session import ray_session
-    from lattqe.extraction.encoder import EncoderSpec, find_hook_folder
+    from lattqe.extraction.encoder import EncoderSpec, find_hook_folder, parse_scales
     from lattqe.extraction.image import Framing
-    from lattqe.extraction.multiscale import parse_scales
     from lattqe.extraction.sources import folder_labels
     from lattqe.store.tables import check_dtype
 

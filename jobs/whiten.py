@@ -50,7 +50,7 @@ def apply(
     """
     from lattqe.store import FeatureSet
     from lattqe.store.tables import check_dtype
-    from lattqe.whitening.apply import whiten_features
+    from lattqe.whitening import whiten_features
 
     opened = FeatureSet.open(features)
     with progress_bar("whiten", opened.rows) as bar:
@@ -72,7 +72,7 @@ def from_checkpoint(
 
     Example: lattqe whiten from-checkpoint retrievalSfM120k-resnet101-gem.pth --to whitening
     """
-    from lattqe.extraction.published_whitening import published_whitening
+    from lattqe.extraction.checkpoint import published_whitening
 
     whitening, digest = published_whitening(checkpoint, training_set, "ss" if single_scale else "ms")
     manifest = whitening.save(to, {"checkpoint": {"uri": checkpoint, "digest": digest, "kind": "checkpoint"}})

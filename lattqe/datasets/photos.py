@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lattqe.errors import LattqeError
-from lattqe.evaluation.labels import LabelTruth
+from lattqe.evaluation.truth import LabelTruth
 
 SETS = ("cub200", "cars196", "grocery81", "caltech101")
 SPLITS = {"train": 0, "val": 1, "test": 2}

@@ -1,6 +1,6 @@
-"""Revisited Oxford and Paris: reading and checking their ground-truth files, and writing such files for other sets.
+"""Revisited Oxford and Paris: their ground-truth files, read, checked and written, and the paper's published numbers.
 
-A file is the published pickle, read without running anything in it, or JSON with the same keys:
+A ground truth is the published pickle, read without running anything in it, or JSON with the same keys:
 `imlist` and `qimlist` (names), `gnd` (for each query `easy`, `hard`, `junk` database rows, and `bbx` if it is cropped).
 """
 
@@ -9,13 +9,15 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from lattqe.errors import LattqeError
-from lattqe.evaluation.judgements import GradedTruth, Judgements
+from lattqe.evaluation.truth import GradedTruth, Judgements
 from lattqe.formats import safe_pickle
 
 GRADES = ("easy", "hard", "junk")
@@ -177,3 +179,28 @@ def _box(value: Any, query: str) -> Box | None:
     if not all(map(math.isfinite, (x1, y1, x2, y2))) or x2 <= x1 or y2 <= y1:
         raise LattqeError(f"{query}: bbx {[x1, y1, x2, y2]} is empty; it is x1, y1, x2, y2 with x1 < x2 and y1 < y2")
     return x1, y1, x2, y2
+
+
+@cache
+def published() -> dict[str, Any]:
+    """Everything in the file, in percent. Treat it as read-only.
+
+    golden: no-expansion results of the paper's features, which must come out before anything else is compared.
+    table2: ablations; table3: all methods, `kind` none, qe or dba+qe, by set ('roxford5k', 'roxford5k+r1m', ...) and
+    setup; figure4: relative gains `by_positives` and `by_ap_before`, three groups for each setup. Figure 3 was
+    published as a drawing only.
+    """
+    return json.loads(resources.files(__package__).joinpath("published.json").read_text(encoding="utf-8"))
+
+
+def golden_differences(dataset: str, measured: dict[str, float], tolerance: float = 0.1) -> list[str]:
+    """Compare no-expansion mAP in percent by setup with the golden numbers; returns one line for each that differs.
+
+    dataset: 'roxford5k' or 'rparis6k'. The tolerance allows for rounding of the descriptors to float16.
+    """
+    golden = published()["golden"]["map"][dataset]
+    return [
+        f"{dataset} {setup}: mAP {measured[setup]:.2f} without expansion, {value:.2f} expected of the paper's features"
+        for setup, value in golden.items()
+        if setup in measured and abs(measured[setup] - value) > tolerance
+    ]

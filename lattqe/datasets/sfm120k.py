@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lattqe.errors import LattqeError
-from lattqe.evaluation.labels import LabelTruth
+from lattqe.evaluation.truth import LabelTruth
 from lattqe.formats import safe_pickle
 
 HALVES = ("train", "val")

@@ -1,12 +1,16 @@
 """Exact evaluation: revisited and label protocols, from rankings or by counting, with per-query results."""
 
-from lattqe.evaluation.average_precision import NOT_RANKED, average_precision
-from lattqe.evaluation.bootstrap import Interval, paired_bootstrap
-from lattqe.evaluation.judgements import LABEL, REVISITED, GradedTruth, GroundTruth, Judgements, Setup
-from lattqe.evaluation.labels import LabelTruth
-from lattqe.evaluation.regimes import Group, group_queries, regimes
-from lattqe.evaluation.scores import Scores, evaluate, score_ranking
-from lattqe.evaluation.weights import RankProfile, weights_by_rank
+from lattqe.evaluation.analysis import (
+    Group,
+    Interval,
+    RankProfile,
+    group_queries,
+    paired_bootstrap,
+    regimes,
+    weights_by_rank,
+)
+from lattqe.evaluation.scores import NOT_RANKED, Scores, average_precision, evaluate, score_ranking
+from lattqe.evaluation.truth import LABEL, REVISITED, GradedTruth, GroundTruth, Judgements, LabelTruth, Setup
 
 __all__ = [
     "LABEL",

@@ -1,4 +1,4 @@
-"""Reading published network files without running anything in them.
+"""Reading published network files, and the whitening some of them carry, without running anything in them.
 
 A `.pth` file is a pickle. torch's restricted unpickler takes tensors and plain containers; the numpy arrays that the
 published files carry in `meta` (a learned whitening) are rebuilt here from their bytes by inert stand-ins, so that
@@ -13,10 +13,21 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from lattqe.errors import LattqeError
 from lattqe.extraction.resnet import STAGES, RetrievalNet
+from lattqe.store import open_place
+from lattqe.whitening import Whitening
+
+
+def read_file(uri: str) -> bytes:
+    """The whole file at a path or an s3:// address."""
+    whole = open_place(uri).uri  # absolute, where it is a path
+    folder, _, name = whole.rpartition("/")
+    return open_place(folder or "/").read(name)
+
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -192,3 +203,21 @@ def _check_keys(checkpoint: Checkpoint, name: str) -> None:
 
 def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) and value.is_floating_point() else None
+
+
+def published_whitening(uri: str, training_set: str | None, scales: str) -> tuple[Whitening, str]:
+    """Read `meta['Lw'][training_set][scales]` ('ss' or 'ms') of a network file; → the whitening, the file's digest."""
+    data = read_file(uri)
+    found = read_checkpoint(data, uri).post_whitening
+    if not isinstance(found, dict) or not found:
+        raise LattqeError(f"{uri} carries no whitening (no 'Lw' in its meta): learn one with `lattqe whiten learn`")
+    if training_set is None and len(found) == 1:
+        training_set = next(iter(found))
+    try:
+        entry = found[training_set][scales]
+        mean, projection = np.asarray(entry["m"], dtype=np.float64), np.asarray(entry["P"], dtype=np.float64)
+    except (KeyError, TypeError, ValueError):
+        raise LattqeError(f"{uri} carries no readable whitening {training_set!r} for {scales!r}: choose with "
+                          f"--training-set (it has {', '.join(map(repr, found))}) and --single-scale") from None
+    config = {"method": "published", "training_set": training_set, "scales": scales}
+    return Whitening(mean.reshape(-1), projection, config), xxhash.xxh3_128_hexdigest(data)

@@ -6,8 +6,11 @@ how cnnimageretrieval-pytorch saves its networks: `features.0.weight` is the fir
 A bottleneck strides in its 3×3 convolution (the variant called v1.5), as torchvision's does.
 """
 
+import copy
+
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from lattqe.errors import LattqeError
 
@@ -90,3 +93,24 @@ class RetrievalNet(nn.Module):
         """(n, 3, h, w) normalised images → (n, 2048) unit vectors."""
         out = l2_normalise(self.pool(self.features(x)))
         return out if self.whiten is None else l2_normalise(self.whiten(out))
+
+
+def fold_batch_norm(network: RetrievalNet) -> RetrievalNet:
+    """Copy a network in evaluation mode into one that computes the same, up to rounding, without batch norms."""
+    folded = copy.deepcopy(network).eval()
+    _fold(folded.features, "0", "1")
+    for module in folded.modules():
+        if isinstance(module, Bottleneck):
+            for number in "123":
+                _fold(module, f"conv{number}", f"bn{number}")
+            if module.downsample is not None:
+                _fold(module.downsample, "0", "1")
+    return folded
+
+
+def _fold(parent: nn.Module, convolution: str, norm: str) -> None:
+    conv, bn = parent.get_submodule(convolution), parent.get_submodule(norm)
+    if not isinstance(conv, nn.Conv2d) or not isinstance(bn, nn.BatchNorm2d):
+        raise TypeError(f"{convolution} and {norm} are not a convolution and its batch norm")
+    setattr(parent, convolution, fuse_conv_bn_eval(conv, bn))
+    setattr(parent, norm, nn.Identity())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lattqe.datasets.published import golden_differences, published
+from lattqe.datasets.revisited import golden_differences, published
 
 
 @pytest.mark.parametrize(("table", "cells"), [("table2", 4), ("table3", 8)])

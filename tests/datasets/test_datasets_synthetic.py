@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lattqe.datasets.landmarks import Views
 from lattqe.datasets.revisited import load_gnd, save_gnd
-from lattqe.datasets.synthetic import PLANS, SPLITS, SyntheticWorld, landmark_sizes
+from lattqe.datasets.synthetic import PLANS, SPLITS, SyntheticWorld, Views, landmark_sizes
 from lattqe.errors import LattqeError
 from lattqe.evaluation import score_ranking
 

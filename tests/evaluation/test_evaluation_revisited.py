@@ -10,7 +10,7 @@ from slow_twins import exact_average_precision, published_map, published_setups
 
 from lattqe.errors import LattqeError
 from lattqe.evaluation import REVISITED, GradedTruth, Judgements, Scores, average_precision, score_ranking
-from lattqe.evaluation.judgements import EASY, HARD, JUNK, UNGRADED
+from lattqe.evaluation.truth import EASY, HARD, JUNK, UNGRADED
 
 KS = (1, 5, 10)
 

@@ -8,7 +8,7 @@ from slow_twins import SlowIndex
 
 from lattqe.errors import LattqeError
 from lattqe.evaluation import GradedTruth, Judgements, LabelTruth, evaluate, score_ranking
-from lattqe.evaluation.positions import query_blocks
+from lattqe.evaluation.scores import query_blocks
 from lattqe.search import FlatIndex
 from lattqe.store import Pending, Ranks, ranks_table
 

@@ -19,7 +19,7 @@ def test_equals_plain_loops(queries, k, negatives, seed):
     neighbors = np.array([rng.permutation(8)[:k] for _ in range(queries)])
     neighbors[rng.random(neighbors.shape) < 0.2] = -1
     weights = rng.standard_normal((queries, 1 + k + negatives)).astype(np.float32)
-    with patch("lattqe.evaluation.weights.BUDGET", 10):
+    with patch("lattqe.evaluation.analysis.BUDGET", 10):
         profiles = weights_by_rank(weights, neighbors, truth, levels=(0.5,))
     for rank in range(k):
         groups = {"relevant": [], "irrelevant": []}

@@ -11,8 +11,7 @@ import torch
 from tiny_encoder import TinyEncoder
 
 from lattqe.errors import LattqeError
-from lattqe.extraction.encoder import EncoderSpec, file_kind, find_hook_folder, open_encoder
-from lattqe.extraction.multiscale import PUBLISHED_SCALES
+from lattqe.extraction.encoder import PUBLISHED_SCALES, EncoderSpec, file_kind, find_hook_folder, open_encoder
 
 CPU = torch.device("cpu")
 HERE = "tiny_encoder"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lattqe.errors import LattqeError
-from lattqe.extraction.multiscale import describe, parse_scales, rescale
+from lattqe.extraction.encoder import describe, parse_scales, rescale
 
 
 def slow_bilinear(image, height, width):

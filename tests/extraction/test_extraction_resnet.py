@@ -5,8 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from lattqe.errors import LattqeError
-from lattqe.extraction.fold import fold_batch_norm
-from lattqe.extraction.resnet import GeM, RetrievalNet
+from lattqe.extraction.resnet import GeM, RetrievalNet, fold_batch_norm
 
 BLOCKS = {"resnet50": [3, 4, 6, 3], "resnet101": [3, 4, 23, 3], "resnet152": [3, 8, 36, 3]}
 

@@ -89,7 +89,7 @@ def test_whitening_of_a_published_network(tmp_path, run, monkeypatch):
 
 def test_network_without_a_whitening(tmp_path, run, monkeypatch):
     (tmp_path / "net.pth").write_bytes(b"")
-    monkeypatch.setattr("lattqe.extraction.published_whitening.read_checkpoint",
+    monkeypatch.setattr("lattqe.extraction.checkpoint.read_checkpoint",
                         lambda *_: Checkpoint("resnet50", True, {}))
     code, _, err = run("from-checkpoint", tmp_path / "net.pth", "--to", tmp_path / "none")
     assert code == 2

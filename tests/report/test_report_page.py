@@ -10,7 +10,7 @@ from benchmark_sets import FIXED, small_run
 from browser import browser
 
 from jobs.benchmark import measure_run, publish
-from lattqe.datasets.published import published
+from lattqe.datasets.revisited import published
 from lattqe.report import render_page
 
 

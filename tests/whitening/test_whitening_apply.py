@@ -4,17 +4,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from lattqe import whitening as module
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.store import FeatureSet, FeatureWriter, open_place
-from lattqe.whitening import Whitening, apply
-from lattqe.whitening.apply import whiten_features
+from lattqe.whitening import Whitening, whiten_features
 
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(apply, "part_row_counts",
+    monkeypatch.setattr(module, "part_row_counts",
                         lambda rows, _: [30] * (rows // 30) + ([rows % 30] if rows % 30 else []))
-    monkeypatch.setattr(apply, "BLOCK_ROWS", 8)
+    monkeypatch.setattr(module, "BLOCK_ROWS", 8)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_rows_against_the_formula(tmp_path, small_parts, whitening, dtype):
 def test_killed_and_continued_to_the_same_bytes(tmp_path, small_parts, whitening, monkeypatch):
     features = write(str(tmp_path / "features"))
     whiten_features(features, whitening, str(tmp_path / "whole"))
-    real = apply._whiten_rows
+    real = module._whiten_rows
     made = []
 
     def dying(features, whitening, start, *rest):
@@ -66,7 +66,7 @@ def test_killed_and_continued_to_the_same_bytes(tmp_path, small_parts, whitening
         made.append(start)
         return real(features, whitening, start, *rest)
 
-    monkeypatch.setattr(apply, "_whiten_rows", dying)
+    monkeypatch.setattr(module, "_whiten_rows", dying)
     with pytest.raises(KeyboardInterrupt):
         whiten_features(features, whitening, str(tmp_path / "killed"))
     made.append("second run")

@@ -6,9 +6,7 @@ from sklearn.decomposition import PCA
 
 from lattqe.errors import LattqeError
 from lattqe.store import FeatureSet, FeatureWriter
-from lattqe.whitening import Whitening, learn
-from lattqe.whitening.learn import principal, supervised
-from lattqe.whitening.moments import Moments, moments, pair_moments
+from lattqe.whitening import Moments, Whitening, learn, moments, pair_moments, principal, supervised
 
 
 @pytest.fixture(scope="module")
