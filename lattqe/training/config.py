@@ -16,7 +16,11 @@ CHOICES = {
     "k_draw": ("uniform", "log"),
     "temperature_on": ("queries", "worlds"),
 }
-WEIGHTS = ("contrastive", "pull", "listwise", "smooth_ap", "auxiliary")
+
+
+def loss(weight: float) -> Any:
+    """The field of a loss: its name is that of the loss, which `lattqe.training.losses` computes; 0 leaves it out."""
+    return field(default=weight, metadata={"loss": True})
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,15 @@ class TrainingConfig:
     world_rows: int = 3_000  # worlds: largest number of images; more cost time and teach the same
 
     # Losses: the weight of each; 0 leaves it out
-    contrastive: float = 1.0
+    contrastive: float = loss(1.0)
     margin: float = 0.1  # the paper's: push away only what is nearly on top of the query
     negatives: int = 5  # hardest ones by the current expanded query, for each positive; the paper's
-    pull: float = 0.0
-    listwise: float = 0.0
+    pull: float = loss(0.0)
+    listwise: float = loss(0.0)
     listwise_temperature: float = 0.05
-    smooth_ap: float = 0.0
+    smooth_ap: float = loss(0.0)
     smooth_ap_temperature: float = 0.02
-    auxiliary: float = 0.5  # the paper gives no balance; the two losses then have about equal gradients at start
+    auxiliary: float = loss(0.5)  # the paper gives no balance; the two losses then have about equal gradients at start
 
     # Optimisation
     optimizer: str = "adam"
@@ -93,8 +97,8 @@ class TrainingConfig:
         if largest > self.network.max_k:
             raise LattqeError(f"{largest} neighbors, but the network has ranks for {self.network.max_k}: "
                               "set network.max_k")
-        if not any(getattr(self, name) for name in WEIGHTS[:-1]):
-            raise LattqeError(f"no ranking loss: give one of {', '.join(WEIGHTS[:-1])} a weight")
+        if not any(getattr(self, name) for name in RANKING_LOSSES):
+            raise LattqeError(f"no ranking loss: give one of {', '.join(RANKING_LOSSES)} a weight")
         if self.temperature_on == "worlds" and self.sampler != "worlds":
             raise LattqeError("temperature_on worlds needs sampler worlds: set both")
         if self.auxiliary and self.network.auxiliary == "none":
@@ -106,7 +110,7 @@ class TrainingConfig:
                      "epoch_steps", "validate_every", "checkpoint_every", "temperature_k", "temperature_rows"):
             if getattr(self, name) < 1:
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a whole number from 1")
-        for name in ("seed", "steps", "warmup", "temperature_steps", "clip", "weight_decay", "margin", *WEIGHTS):
+        for name in ("seed", "steps", "warmup", "temperature_steps", "clip", "weight_decay", "margin", *LOSSES):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a number from 0")
         for name in ("learning_rate", "relation_rate", "temperature_rate", "decay", "listwise_temperature",
@@ -139,6 +143,10 @@ class TrainingConfig:
             name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         plain["network"] = network
         return cls(**plain)
+
+
+LOSSES = tuple(each.name for each in dataclasses.fields(TrainingConfig) if "loss" in each.metadata)
+RANKING_LOSSES = tuple(name for name in LOSSES if name != "auxiliary")
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from lattqe.training.batch import Batch
-from lattqe.training.config import TrainingConfig
+from lattqe.training.config import RANKING_LOSSES, TrainingConfig
 
 RankingLoss = Callable[[torch.Tensor, Batch, TrainingConfig], torch.Tensor]
 
@@ -57,12 +57,8 @@ def smooth_ap(expanded: torch.Tensor, batch: Batch, config: TrainingConfig) -> t
     return 1 - (rank_among_positives / rank).mean(1)
 
 
-RANKING: dict[str, RankingLoss] = {
-    "contrastive": contrastive,
-    "pull": pull,
-    "listwise": listwise,
-    "smooth_ap": smooth_ap,
-}
+# A new loss is a function above, and the field of TrainingConfig with its weight.
+RANKING: dict[str, RankingLoss] = {name: globals()[name] for name in RANKING_LOSSES}
 
 
 def auxiliary(logits: torch.Tensor, batch: Batch) -> torch.Tensor:

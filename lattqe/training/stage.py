@@ -13,7 +13,7 @@ from lattqe.expansion.base import aggregate
 from lattqe.model import LAttQE
 from lattqe.training.batch import Batch
 from lattqe.training.checkpoint import Tensors, optimizer_tensors, restore_optimizer
-from lattqe.training.config import TrainingConfig
+from lattqe.training.config import LOSSES, TrainingConfig
 from lattqe.training.losses import total_loss
 from lattqe.training.randomness import SlotMasks, use_slot_dropout
 from lattqe.training.schedule import learning_rate, temperature_rate
@@ -82,8 +82,7 @@ class Stage:
 
     def loss_names(self) -> list[str]:
         """What `update` returns, by name."""
-        names = ("contrastive", "pull", "listwise", "smooth_ap", "auxiliary")
-        return ["loss", *(name for name in names if getattr(self.config, name))]
+        return ["loss", *(name for name in LOSSES if getattr(self.config, name))]
 
     @torch.no_grad()
     def _follow(self, step: int) -> None:
