@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
 from cluster.augment_plan import peak_bytes
 from lattqe.errors import CorruptDataError
 from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, Pending, Place
-from lattqe.store.place import absolute, node_folder
+from lattqe.store.manifest import seal_bytes, unseal_bytes
+from lattqe.store.place import absolute, node_folder, traffic
 from lattqe.store.tables import matrix_column
-from lattqe.store.traffic import traffic
 
 if TYPE_CHECKING:
     from cluster.reach import ShardReader
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 # Rows a worker expands between two looks at the queue: seconds at 128-D, some minutes at 2048-D on one CPU core.
 BLOCK_ROWS = 2048
 PIECES = "_work/pieces/"
-DIGEST_BYTES = 16
 
 REUSABLE = "_work/reusable.bin"
 
@@ -164,19 +162,18 @@ class AugmentWorker:
         """Store a block's vectors behind their digest."""
         with self.timed("writing"):
             data = np.ascontiguousarray(vectors).tobytes()
-            self.pending.place.write(piece_name(start), xxhash.xxh3_128_digest(data) + data)
+            self.pending.place.write(piece_name(start), seal_bytes(data))
 
     def read_piece(self, start: int, stop: int) -> np.ndarray:
         """A block's vectors; computed here and now where its piece is damaged or gone."""
         try:
-            data = self.pending.place.read(piece_name(start))
-        except MissingFileError:
+            data = unseal_bytes(self.pending.place.read(piece_name(start)), piece_name(start))
+        except (MissingFileError, CorruptDataError):
             return self.expand(start, stop)
         shape = (stop - start, self.features.dim)
-        if data[:DIGEST_BYTES] != xxhash.xxh3_128_digest(data[DIGEST_BYTES:]) \
-                or len(data) - DIGEST_BYTES != shape[0] * shape[1] * np.dtype(self.features.dtype).itemsize:
+        if len(data) != shape[0] * shape[1] * np.dtype(self.features.dtype).itemsize:
             return self.expand(start, stop)
-        return np.frombuffer(data, self.features.dtype, offset=DIGEST_BYTES).reshape(shape)
+        return np.frombuffer(data, self.features.dtype).reshape(shape)
 
     def assemble(self, part: int) -> None:
         """Publish a part: the rows as they are, their vectors replaced; then its pieces may go."""
@@ -202,15 +199,12 @@ class AugmentWorker:
 def write_reusable(place: Place, reusable: np.ndarray) -> None:
     """Say for each row (n,) which row of the previous index it may be taken from, -1: expand it."""
     data = reusable.astype("<i8").tobytes()
-    place.write(REUSABLE, xxhash.xxh3_128_digest(data) + data)
+    place.write(REUSABLE, seal_bytes(data))
 
 
 def read_reusable(place: Place) -> np.ndarray:
     """What `write_reusable` wrote, (n,) int64."""
-    data = place.read(REUSABLE)
-    if data[:DIGEST_BYTES] != xxhash.xxh3_128_digest(data[DIGEST_BYTES:]):
-        raise CorruptDataError(f"{place.uri}/{REUSABLE} is damaged: run the same command again")
-    return np.frombuffer(data, "<i8", offset=DIGEST_BYTES)
+    return np.frombuffer(unseal_bytes(place.read(REUSABLE), f"{place.uri}/{REUSABLE}"), "<i8")
 
 
 class _Stopwatch:

@@ -34,8 +34,8 @@ from lattqe.expansion.rows import shares
 from lattqe.search import Index
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, NeighborGraph, open_place
-from lattqe.store.join import stack_features
 from lattqe.store.manifest import canonical_json
+from lattqe.store.writer import stack_features
 
 # Below this, one process is done before the workers of a cluster have started.
 ROWS_HERE = 50_000

@@ -18,8 +18,8 @@ from lattqe.benchmark.inputs import Inputs
 from lattqe.benchmark.spec import Run, Setting
 from lattqe.search import Index
 from lattqe.store import FeatureSet, MissingFileError, open_place, read_manifest
-from lattqe.store.join import check_same_vectors
 from lattqe.store.manifest import canonical_json
+from lattqe.store.writer import check_same_vectors
 
 
 class Bench:

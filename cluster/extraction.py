@@ -18,7 +18,7 @@ from lattqe.extraction.pipeline import Describer
 from lattqe.extraction.sources import ImageList
 from lattqe.extraction.stage import LIST_NAME, block_table
 from lattqe.store import Pending, open_place
-from lattqe.store.traffic import traffic
+from lattqe.store.place import traffic
 
 # A worker has one block at the network and the next one decoding its first images.
 BLOCKS_AT_ONCE = 2

@@ -16,8 +16,7 @@ from lattqe.search.graph import Lists, compare_between, compare_within
 from lattqe.search.joining import join_lists
 from lattqe.search.pieces import Rows, in_one
 from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table
-from lattqe.store.place import absolute, node_folder
-from lattqe.store.traffic import traffic
+from lattqe.store.place import absolute, node_folder, traffic
 
 Item = tuple[int, ...]  # (a, b, seen by a, seen by b): compare two blocks; (part,): assemble one part
 

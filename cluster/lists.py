@@ -9,15 +9,14 @@ import re
 from contextlib import suppress
 
 import numpy as np
-import xxhash
 
-from lattqe.errors import LattqeError
+from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.search.graph import Lists
 from lattqe.store import MissingFileError, Place
+from lattqe.store.manifest import seal_bytes, unseal_bytes
 
 FOLDER = "_work/lists/"
 MAX_BLOCKS = 512  # a set of blocks is that many bits of a file name
-DIGEST_BYTES = 16
 _NAME = re.compile(re.escape(FOLDER) + r"(\d{5})-([0-9a-f]+)\.bin")
 
 
@@ -42,9 +41,9 @@ def find_lists(place: Place, blocks: int) -> list[int]:
 
 
 def write_lists(place: Place, block: int, seen: int, lists: Lists) -> None:
-    """Store lists behind their digest, whole or not at all."""
+    """Store lists behind their checksum, whole or not at all."""
     data = np.ascontiguousarray(lists.ids).tobytes() + np.ascontiguousarray(lists.scores).tobytes()
-    place.write(file_name(block, seen), xxhash.xxh3_128_digest(data) + data)
+    place.write(file_name(block, seen), seal_bytes(data))
 
 
 def read_lists(place: Place, block: int, seen: int, rows: int, k: int) -> Lists:
@@ -53,11 +52,12 @@ def read_lists(place: Place, block: int, seen: int, rows: int, k: int) -> Lists:
         return Lists.empty(rows, k)
     name = file_name(block, seen)
     try:
-        data = memoryview(place.fetch(name))
+        body = unseal_bytes(memoryview(place.fetch(name)), f"{place.uri}/{name}")
     except MissingFileError as error:
         raise StaleListsError(f"{place.uri}/{name} is gone") from error
-    body = data[DIGEST_BYTES:]
-    if len(body) != rows * k * 12 or xxhash.xxh3_128_digest(body) != bytes(data[:DIGEST_BYTES]):
+    except CorruptDataError:
+        body = memoryview(b"")
+    if len(body) != rows * k * 12:
         place.delete(name)
         raise StaleListsError(f"{place.uri}/{name} was damaged")
     ids = np.frombuffer(body[: rows * k * 4], dtype=np.int32).reshape(rows, k)

@@ -17,7 +17,7 @@ import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from lattqe.events import event
-from lattqe.store.traffic import traffic
+from lattqe.store.place import traffic
 
 RATE_SECONDS = 60.0  # rows/s are those of the last minute
 BLOCK_SECONDS = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0]

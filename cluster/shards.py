@@ -26,8 +26,7 @@ from lattqe.errors import LattqeError
 from lattqe.search.exact import merge, published
 from lattqe.search.topk import check_queries, tiles
 from lattqe.store import FeatureSet
-from lattqe.store.place import node_folder
-from lattqe.store.traffic import traffic
+from lattqe.store.place import node_folder, traffic
 
 QUERY_BLOCK = 1024  # queries put into the object store at once: 8 MiB at 2048-D
 MAX_ROWS = 2**31 - 1  # row numbers are int32

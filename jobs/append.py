@@ -38,7 +38,7 @@ def main(
     from cluster.session import ray_session
     from lattqe.augmentation import ORIGINALS, Recipe
     from lattqe.store import FeatureSet
-    from lattqe.store.join import check_joinable, join_features, kept_rows
+    from lattqe.store.writer import check_joinable, join_features, kept_rows
 
     check_reach(reach)
     if not to:

@@ -35,7 +35,7 @@ def main(
     Example: lattqe import vectors.npy --ids names.txt --labels classes.txt --to features
     """
     from lattqe.formats import open_source
-    from lattqe.formats.fetch import local_files
+    from lattqe.formats.source import local_files
 
     conditions = [_split_condition(condition) for condition in select]
     files = {f"source-{number}": name for number, name in enumerate(sources)}
@@ -110,7 +110,7 @@ def _split_condition(condition: str) -> tuple[str, str]:
 
 def _inputs(files: dict[str, str], local: dict[str, str]) -> dict[str, dict[str, str]]:
     """Say where everything that was read came from, and what was in it."""
-    from lattqe.formats.fetch import file_digest
+    from lattqe.formats.source import file_digest
 
     return {
         role: {

@@ -1,4 +1,4 @@
-"""Say what a stored thing is, what is in it, and what made it."""
+"""Say what a stored artifact is, what is in it, and what made it."""
 
 import json as json_text
 from math import isfinite, prod
@@ -16,37 +16,37 @@ def main(
     uri: Annotated[str, typer.Argument(help="A feature set, neighbor graph, list of ranks or model.")],
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Say what a stored thing is, what is in it, and what made it."""
-    from lattqe.store.thing import open_thing
+    """Say what a stored artifact is, what is in it, and what made it."""
+    from lattqe.store.artifacts import open_artifact
 
-    facts = describe(open_thing(uri))
+    facts = describe(open_artifact(uri))
     if json:
         print_json(facts)
         return
     show_table(facts["uri"], _lines(facts))
 
 
-def describe(thing: Any) -> dict[str, Any]:
+def describe(artifact: Any) -> dict[str, Any]:
     """All that `info` tells, ready for JSON."""
-    manifest = thing.manifest
+    manifest = artifact.manifest
     return {
-        "uri": thing.place.uri, "kind": manifest.kind, "rows": manifest.rows, "bytes": manifest.total_bytes,
+        "uri": artifact.place.uri, "kind": manifest.kind, "rows": manifest.rows, "bytes": manifest.total_bytes,
         "parts": len(manifest.parts), "fields": manifest.fields, "digest": manifest.digest,
         "format_version": manifest.format_version, "code_version": manifest.code_version, "config": manifest.config,
-        "inputs": manifest.inputs, "sample": sample(thing),
+        "inputs": manifest.inputs, "sample": sample(artifact),
     }
 
 
-def sample(thing: Any) -> list[dict[str, Any]]:
+def sample(artifact: Any) -> list[dict[str, Any]]:
     """The first few rows; of a model its metrics."""
     from lattqe.store import load_model
-    from lattqe.store.stored import StoredRows
+    from lattqe.store.parts import StoredRows
 
-    if isinstance(thing, StoredRows):
-        rows = thing.table(0, min(SAMPLE_ROWS, thing.rows)).to_pylist()
+    if isinstance(artifact, StoredRows):
+        rows = artifact.table(0, min(SAMPLE_ROWS, artifact.rows)).to_pylist()
         return [{name: _shortened(value) for name, value in row.items()} for row in rows]
-    if thing.manifest.kind == "model":
-        return [load_model(thing.place.uri)[2]]
+    if artifact.manifest.kind == "model":
+        return [load_model(artifact.place.uri)[2]]
     return []
 
 

@@ -17,15 +17,14 @@ def main(
                                                        "from the recorded inputs and compare.")] = 0,
 ) -> None:
     """Check every checksum and every invariant of a stored thing: exit code 0, or 1 and the first thing wrong."""
-    from lattqe.store.checks import verify_thing
+    from lattqe.store.artifacts import open_artifact, verify_artifact
     from lattqe.store.manifest import describe_kind
-    from lattqe.store.thing import open_thing
 
     started = time.monotonic()
     try:
-        total = open_thing(uri).manifest.total_bytes
+        total = open_artifact(uri).manifest.total_bytes
         with progress_bar("verifying", total) as bar:
-            manifest = verify_thing(uri, bar.advance)
+            manifest = verify_artifact(uri, bar.advance)
         if recompute:
             recompute_rows(uri, recompute)
     except CorruptDataError as error:

@@ -1,8 +1,8 @@
-"""Errors that a user can mend. Each message is one line: what was wrong, the value, and the remedy."""
+"""Errors that a user can fix. Each message is one line: what was wrong, the value, and the remedy."""
 
 
 class LattqeError(Exception):
-    """Bad input, a missing thing, a refused overwrite: jobs print the message and exit with code 2."""
+    """Bad input, a missing artifact, a refused overwrite: jobs print the message and exit with code 2."""
 
 
 class CorruptDataError(LattqeError):

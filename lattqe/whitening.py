@@ -22,7 +22,7 @@ from lattqe.store import (
     row_bytes,
     save_model,
 )
-from lattqe.store.normalise import normalised
+from lattqe.store.features import normalised
 from lattqe.store.tables import matrix_column
 
 KIND = "whitening"

@@ -69,7 +69,7 @@ def test_the_scan_finds(line):
 
 
 def test_the_scan_lets_pass():
-    assert not dangerous_calls("torch.load(f, weights_only=True); np.load(f, allow_pickle=False); safe_pickle.load(f); "
+    assert not dangerous_calls("torch.load(f, weights_only=True); np.load(f, allow_pickle=False); pickle_file.load(f); "
                                "network.eval(); safetensors.torch.load(data)")
 
 

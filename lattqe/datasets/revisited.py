@@ -18,7 +18,7 @@ import numpy as np
 
 from lattqe.errors import LattqeError
 from lattqe.evaluation.truth import GradedTruth, Judgements
-from lattqe.formats import safe_pickle
+from lattqe.formats import pickle_file
 
 GRADES = ("easy", "hard", "junk")
 Box = tuple[float, float, float, float]
@@ -86,7 +86,7 @@ def check_ids(ids: Sequence[str], expected: Sequence[str], name: str, list_name:
 def load_gnd(path: str | Path) -> RevisitedSet:
     """Read and check a ground-truth file, .pkl or .json; anything wrong with it is refused by name."""
     path = Path(path)
-    content = _read_json(path) if path.suffix == ".json" else safe_pickle.load(path)
+    content = _read_json(path) if path.suffix == ".json" else pickle_file.load(path)
     try:
         return from_gnd(content)
     except LattqeError as error:

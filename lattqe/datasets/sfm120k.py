@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lattqe.errors import LattqeError
 from lattqe.evaluation.truth import LabelTruth
-from lattqe.formats import safe_pickle
+from lattqe.formats import pickle_file
 
 HALVES = ("train", "val")
 
@@ -41,7 +41,7 @@ def load_sfm120k(path: str | Path, half: str) -> SfmHalf:
     """Read and check one half, 'train' or 'val', of the published pickle."""
     if half not in HALVES:
         raise LattqeError(f"unknown half {half!r} of SfM-120k: choose one of {', '.join(HALVES)}")
-    content = safe_pickle.load(path)
+    content = pickle_file.load(path)
     if not isinstance(content, Mapping) or half not in content or not isinstance(content[half], Mapping):
         raise LattqeError(f"{path} has no half {half!r}: expected a dict with 'train' and 'val'")
     try:

@@ -19,10 +19,10 @@ from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.extraction.pipeline import DescribedBlock
 from lattqe.extraction.sources import ImageEntry, ImageList
 from lattqe.store import Manifest, Pending, features_schema, find_manifest, open_place, part_row_counts, row_bytes
-from lattqe.store.claim import clean_up, differences, read_plan
+from lattqe.store.features import normalised
 from lattqe.store.manifest import WORK
-from lattqe.store.normalise import normalised
-from lattqe.store.stored import StoredRows
+from lattqe.store.parts import StoredRows
+from lattqe.store.pending import clean_up, differences, read_plan
 from lattqe.store.tables import matrix_column
 
 STAGE = "_work/blocks"

@@ -92,7 +92,7 @@ def _read_column(path: Path, headings: Sequence[str]) -> Any:
     check_file(path)
     suffix = path.suffix.lower()
     if suffix == ".npy":
-        from lattqe.formats.npy import read_array
+        from lattqe.formats.npy_fvecs import read_array
 
         return read_array(path)
     with decoding(path, "text"):

@@ -28,7 +28,7 @@ _MARK = _Mark()
 
 
 class Machine:
-    """The stack machine: `position` in `data`, the stack, and the memo of things mentioned again."""
+    """The stack machine: `position` in `data`, the stack, and the memo of values mentioned again."""
 
     def __init__(
         self,
@@ -265,16 +265,16 @@ def _call(machine: Machine) -> None:
 
 
 def _build(machine: Machine) -> None:
-    state, thing = machine.stack.pop(), machine.stack[-1]
-    if isinstance(thing, ElementType):
-        thing.build(state)
-    elif isinstance(thing, UnbuiltArray):
+    state, target = machine.stack.pop(), machine.stack[-1]
+    if isinstance(target, ElementType):
+        target.build(state)
+    elif isinstance(target, UnbuiltArray):
         machine.charge((state[-1],) if isinstance(state, tuple) and isinstance(state[-1], str) else ())
-        array: np.ndarray = thing.build(state)
+        array: np.ndarray = target.build(state)
         machine.stack[-1] = array
-        machine.memo.update(dict.fromkeys(thing.memo, array))
-    elif not isinstance(thing, OrderedDict):  # a state_dict of torch carries `_metadata`, which is no data of ours
-        raise Malformed(f"it sets attributes of a {type(thing).__name__}")
+        machine.memo.update(dict.fromkeys(target.memo, array))
+    elif not isinstance(target, OrderedDict):  # a state_dict of torch carries `_metadata`, which is no data of ours
+        raise Malformed(f"it sets attributes of a {type(target).__name__}")
 
 
 def _persistent_line(machine: Machine) -> None:

@@ -173,7 +173,7 @@ def _not_callable(*_parts: Any) -> Any:
     raise Malformed("it calls numpy.ndarray, which may only be mentioned")
 
 
-# Python 2 and 3, numpy 1 and 2 spell the same things under different modules.
+# Python 2 and 3, numpy 1 and 2 spell the same names under different modules.
 MEANINGS: dict[Name, Callable[..., Any]] = {
     Name("_codecs", "encode"): _encode,
     Name("collections", "OrderedDict"): _ordered,

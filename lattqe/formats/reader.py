@@ -1,11 +1,12 @@
-"""What every importer gives: one file as blocks of vectors, with ids and labels where the file has them."""
+"""What every importer gives: one file as blocks of vectors, with ids and labels; and which importer reads what."""
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,7 +19,7 @@ Labels = np.ndarray | list[str]
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Consecutive rows: vectors (n, D) float16, float32 or float64; ids of length n; labels (n,) int32 or n texts."""
 
     vectors: np.ndarray
@@ -45,7 +46,7 @@ class Reader(ABC):
     labels: type | None = None  # int, str, or None where the file has no labels
     notes: Sequence[str] = ()  # what was assumed, to be shown to the user
 
-    def blocks(self, size: int) -> Iterator[Block]:
+    def blocks(self, size: int) -> Iterator[RowBlock]:
         """Yield the rows in order, at most `size` in a block and never more than BLOCK_BYTES of float32."""
         with decoding(self.name, self.kind):
             yield from self._blocks(max(1, min(size, BLOCK_BYTES // (4 * self.dim))))
@@ -56,7 +57,7 @@ class Reader(ABC):
             return self._label_names()
 
     @abstractmethod
-    def _blocks(self, step: int) -> Iterator[Block]:
+    def _blocks(self, step: int) -> Iterator[RowBlock]:
         """Yield the rows in order, at most `step` in a block."""
 
     def _label_names(self) -> set[str]:
@@ -121,3 +122,47 @@ def as_vectors(array: np.ndarray) -> np.ndarray:
     native = {2: np.float16, 4: np.float32}.get(array.dtype.itemsize, np.float64) if array.dtype.kind == "f" else None
     with np.errstate(over="ignore"):  # a long double beyond float64 becomes infinite, and is refused by its row later
         return np.ascontiguousarray(array, dtype=native or (np.float32 if narrow else np.float64))
+
+
+@dataclass(frozen=True)
+class Format:
+    """A foreign format: its file endings, and the module and function that open it (loaded when first needed)."""
+
+    endings: tuple[str, ...]
+    module: str
+    function: str
+
+
+FORMATS = (
+    Format((".npy",), "npy_fvecs", "open_npy"),
+    Format((".mat",), "mat", "open_mat"),
+    Format((".pkl", ".pickle"), "pickle_file", "open_pickle"),
+    Format((".fvecs",), "npy_fvecs", "open_fvecs"),
+    Format((".h5", ".hdf5"), "hdf5", "open_hdf5"),
+    Format((".parquet",), "arrow_parquet", "open_parquet"),
+    Format((".arrow",), "arrow_parquet", "open_arrow"),
+    Format((".pt", ".pth"), "tensors", "open_torch"),
+    Format((".safetensors",), "tensors", "open_safetensors"),
+)
+ENDINGS = tuple(ending for format in FORMATS for ending in format.endings)
+
+
+def open_reader(path: str | Path, options: Options | None = None) -> Reader:
+    """Open one foreign file by its ending."""
+    path = Path(path)
+    format = find_format(str(path))
+    check_file(path)
+    opener = getattr(importlib.import_module(f"lattqe.formats.{format.module}"), format.function)
+    with decoding(path, format.endings[0]):
+        return cast(Reader, opener(path, options or Options()))
+
+
+def find_format(name: str) -> Format:
+    """Return the format of a file name; refuse unknown endings."""
+    if Path(name).is_dir():
+        raise LattqeError(f"{name} is a directory: give the files in it, such as {name.rstrip('/')}/*.arrow")
+    ending = Path(name).suffix.lower()
+    for format in FORMATS:
+        if ending in format.endings:
+            return format
+    raise LattqeError(f"{name}: the ending {ending!r} is unknown; known are {' '.join(ENDINGS)}")

@@ -1,9 +1,10 @@
-"""Stored things: feature sets, neighbor graphs, ranks and models on disk or S3."""
+"""Stored artifacts: feature sets, neighbor graphs, ranks and models on disk or S3."""
 
+from lattqe.store.artifacts import StoredFiles, check_input_kind, open_artifact
 from lattqe.store.features import FeatureSet
+from lattqe.store.lists import NeighborGraph, Ranks
 from lattqe.store.manifest import Manifest, Part, find_manifest, read_manifest
 from lattqe.store.models import load_model, save_model
-from lattqe.store.neighbors import NeighborGraph, Ranks
 from lattqe.store.pending import Pending
 from lattqe.store.place import ChangedError, MissingFileError, Place, UnavailableError, open_place
 from lattqe.store.tables import (
@@ -16,12 +17,34 @@ from lattqe.store.tables import (
     ranks_table,
     row_bytes,
 )
-from lattqe.store.thing import StoredFiles, check_input_kind, open_thing
 from lattqe.store.writer import FeatureWriter
 
 __all__ = [
-    "ChangedError", "FeatureSet", "FeatureWriter", "Manifest", "MissingFileError", "NeighborGraph", "Part", "Pending",
-    "Place", "Ranks", "StoredFiles", "UnavailableError", "check_input_kind", "features_schema", "features_table",
-    "find_manifest", "load_model", "neighbors_schema", "neighbors_table", "open_place", "open_thing",
-    "part_row_counts", "ranks_schema", "ranks_table", "read_manifest", "row_bytes", "save_model",
+    "ChangedError",
+    "FeatureSet",
+    "FeatureWriter",
+    "Manifest",
+    "MissingFileError",
+    "NeighborGraph",
+    "Part",
+    "Pending",
+    "Place",
+    "Ranks",
+    "StoredFiles",
+    "UnavailableError",
+    "check_input_kind",
+    "features_schema",
+    "features_table",
+    "find_manifest",
+    "load_model",
+    "neighbors_schema",
+    "neighbors_table",
+    "open_artifact",
+    "open_place",
+    "part_row_counts",
+    "ranks_schema",
+    "ranks_table",
+    "read_manifest",
+    "row_bytes",
+    "save_model",
 ]

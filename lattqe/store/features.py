@@ -4,14 +4,89 @@ from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
 
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store.manifest import Manifest
+from lattqe.store.parts import StoredRows
 from lattqe.store.place import Place
-from lattqe.store.stored import StoredRows
 from lattqe.store.tables import DTYPES, check_columns, column_matrix, features_schema
 
+# Rows converted to float64 at a time: a few MiB of working memory for any width.
+CHUNK_VALUES = 1 << 19
+
+# How far the norm of a stored vector may be from 1: rounding of each component, and some.
+NORM_TOLERANCE = {"float16": 2e-3, "float32": 1e-5}
 MAX_DIM = 1 << 20
+
+
+def norms(vectors: np.ndarray) -> np.ndarray:
+    """L2 norms (n,) float64 of vectors (n, D); NaN or infinity where a component is."""
+    out = np.empty(len(vectors))
+    step = max(1, CHUNK_VALUES // max(1, vectors.shape[1]))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, len(vectors), step):
+            chunk = vectors[start:start + step].astype(np.float64)
+            out[start:start + step] = np.sqrt(np.einsum("ij,ij->i", chunk, chunk))
+    return out
+
+
+def normalised(vectors: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Unit vectors (n, D) in `dtype`, and which rows are good (n,): the others are zero or not finite."""
+    out = np.empty(vectors.shape, dtype)
+    good = np.empty(len(vectors), bool)
+    step = max(1, CHUNK_VALUES // max(1, vectors.shape[1]))
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        for start in range(0, len(vectors), step):
+            chunk = vectors[start:start + step].astype(np.float64)
+            # Scaling by the largest component first keeps squares of very large or small vectors in range.
+            chunk /= np.abs(chunk).max(axis=1, keepdims=True)
+            chunk /= np.sqrt(np.einsum("ij,ij->i", chunk, chunk))[:, None]
+            good[start:start + step] = np.isfinite(chunk).all(axis=1)
+            out[start:start + step] = chunk
+    return out, good
+
+
+def as_matrix(vectors: np.ndarray, dim: int) -> np.ndarray:
+    """Check that an array is a numeric (n, dim) matrix."""
+    vectors = np.asarray(vectors)
+    if vectors.dtype.kind not in "fiu":
+        raise LattqeError(f"vectors are numbers, not {vectors.dtype}")
+    if vectors.ndim != 2 or vectors.shape[1] != dim:
+        raise LattqeError(f"vectors have shape {vectors.shape}, (n, {dim}) is needed")
+    return vectors
+
+
+def bad_ids(ids: pa.Array) -> np.ndarray:
+    """Which ids (n,) are missing, empty, or hold a line break: ids are exported as lines."""
+    bad = pc.or_kleene(pc.equal(pc.binary_length(ids), 0), pc.match_substring_regex(ids, "[\r\n]"))
+    return pc.fill_null(bad, True).to_numpy(zero_copy_only=False)
+
+
+class IdRegister:
+    """Collects the 128-bit hashes of ids row by row and finds those that came twice."""
+
+    def __init__(self) -> None:
+        self._chunks: list[np.ndarray] = []
+
+    def add(self, ids: pa.ChunkedArray | pa.Array) -> None:
+        """Register the ids of the next rows."""
+        digest = xxhash.xxh3_128_digest
+        data = b"".join([digest(text) for text in ids.cast(pa.binary()).to_pylist()])
+        self._chunks.append(np.frombuffer(data, np.uint64).reshape(-1, 2))
+
+    def duplicates(self, limit: int) -> list[list[int]]:
+        """Rows that share an id, for the first `limit` such ids in order of their first row."""
+        if not self._chunks:
+            return []
+        hashes = np.concatenate(self._chunks)
+        order = np.lexsort((hashes[:, 1], hashes[:, 0]))  # stable: rows ascend among equals
+        ordered = hashes[order]
+        starts = np.flatnonzero(np.r_[True, (ordered[1:] != ordered[:-1]).any(axis=1)])
+        stops = np.r_[starts[1:], len(order)]
+        repeated = [order[start:stop] for start, stop in zip(starts[stops - starts > 1], stops[stops - starts > 1])]
+        return [rows[:4].tolist() for rows in sorted(repeated, key=lambda rows: rows[0])[:limit]]
 
 
 class FeatureSet(StoredRows):
@@ -90,8 +165,8 @@ class FeatureSet(StoredRows):
         return pa.chunked_array(pieces, type=kind)
 
     def verify(self) -> None:
-        """Check every checksum and every invariant; CorruptDataError at the first thing wrong."""
-        from lattqe.store.checks import verify_features
+        """Check every checksum and every invariant; CorruptDataError at the first fault."""
+        from lattqe.store.artifacts import verify_features
 
         verify_features(self)
 

@@ -15,8 +15,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from lattqe.errors import AlreadyExistsError, LattqeError
-from lattqe.store.place import Bytes, ChangedError, MissingFileError, Place, check_name
-from lattqe.store.traffic import traffic
+from lattqe.store.place import Bytes, ChangedError, MissingFileError, Place, check_name, traffic
 
 TEMPORARY = ".tmp-"
 # A temporary file of another machine cannot be asked for its process: it counts as abandoned after a day.

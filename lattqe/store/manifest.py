@@ -1,4 +1,4 @@
-"""The manifest of a stored thing: written last and exclusively, so a thing without one does not exist."""
+"""The manifest of a stored artifact: written last and exclusively, so an artifact without one does not exist."""
 
 import json
 from dataclasses import dataclass, field
@@ -17,18 +17,19 @@ FORMAT = "lattqe"
 FORMAT_VERSION = 1
 # A manifest names each part in about 150 bytes: this is some hundred thousand parts, far beyond any real one.
 MAX_BYTES = 64 << 20
+SEAL_BYTES = 16
 
 KINDS = {"features": "feature set", "neighbors": "neighbor graph", "ranks": "list of ranks", "model": "model"}
 
 
 def describe_kind(kind: str) -> str:
     """Words for a kind, with an article: a feature set (kind 'features')."""
-    return f"a {KINDS[kind]} (kind {kind!r})" if kind in KINDS else f"a thing of kind {kind!r}"
+    return f"a {KINDS[kind]} (kind {kind!r})" if kind in KINDS else f"an artifact of kind {kind!r}"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One file of a stored thing. `rows` is 0 for files that are not cut by rows."""
+    """One file of a stored artifact. `rows` is 0 for files that are not cut by rows."""
 
     name: str
     rows: int
@@ -38,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a stored thing is, which files it consists of, and what made it."""
+    """What a stored artifact is, which files it consists of, and what made it."""
 
     kind: str
     rows: int
@@ -66,7 +67,7 @@ class Manifest:
         body = {"format": FORMAT, "format_version": self.format_version, "kind": self.kind, "rows": self.rows,
                 "fields": self.fields, "parts": [vars(part) for part in self.parts], "config": self.config,
                 "inputs": self.inputs, "code_version": self.code_version, "digest": self.digest}
-        body["checksum"] = _checksum(body)
+        body["checksum"] = checksum(canonical_json(body))
         return json.dumps(body, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
@@ -83,8 +84,40 @@ def plain_json(value: Any, what: str) -> Any:
         raise LattqeError(f"{what} cannot be stored as JSON: {error}") from error
 
 
-def _checksum(body: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(canonical_json(body))
+def checksum(data: Any) -> str:
+    """The checksum of any bytes-like object: XXH3, 128 bits, as fast as memory."""
+    return xxhash.xxh3_128_hexdigest(memoryview(data))
+
+
+def seal_bytes(data: bytes) -> bytes:
+    """The data after its own checksum: for intermediate files, which no manifest names."""
+    return xxhash.xxh3_128_digest(data) + data
+
+
+def unseal_bytes(data: bytes | memoryview, where: str) -> memoryview:
+    """What `seal_bytes` was given; CorruptDataError where it was damaged."""
+    seal, body = memoryview(data)[:SEAL_BYTES], memoryview(data)[SEAL_BYTES:]
+    if len(seal) < SEAL_BYTES or xxhash.xxh3_128_digest(body) != seal:
+        raise CorruptDataError(f"{where} does not match its checksum: it was damaged; run the same command again")
+    return body
+
+
+def seal_json(body: dict[str, Any]) -> bytes:
+    """A JSON object with its own checksum in it, under "seal"."""
+    return canonical_json(body | {"seal": checksum(canonical_json(body))})
+
+
+def unseal_json(data: bytes, where: str) -> dict[str, Any]:
+    """What `seal_json` was given; CorruptDataError where it was damaged or edited."""
+    body = parse_json(data, where)
+    seal = body.pop("seal", None)
+    try:
+        sound = seal == checksum(canonical_json(body))
+    except ValueError:  # a number such as 1e999 is read as infinity
+        sound = False
+    if not sound:
+        raise CorruptDataError(f"{where} does not match its own checksum: it was damaged or edited by hand")
+    return body
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
@@ -98,7 +131,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
                           f"{FORMAT_VERSION}: install a newer lattqe")
     stated = body.pop("checksum", None)
     try:
-        sound = stated == _checksum(body)
+        sound = stated == checksum(canonical_json(body))
     except ValueError:  # a number such as 1e999 is read as infinity
         sound = False
     if not sound:
@@ -171,12 +204,12 @@ def find_manifest(place: Place) -> Manifest | None:
 
 
 def read_manifest(place: Place, kind: str | None = None) -> Manifest:
-    """The manifest of a thing that must exist and, where `kind` is given, be of that kind."""
+    """The manifest of an artifact that must exist and, where `kind` is given, be of that kind."""
     manifest = find_manifest(place)
     if manifest is None:
         if place.exists(PLAN):
             raise LattqeError(f"{place.uri} is not finished: run the command that was writing it again")
-        raise LattqeError(f"there is no finished thing at {place.uri} (no {NAME} there)")
+        raise LattqeError(f"there is no finished artifact at {place.uri} (no {NAME} there)")
     if kind is not None and manifest.kind != kind:
         raise LattqeError(f"{place.uri} is {describe_kind(manifest.kind)}, but {describe_kind(kind)} is needed here")
     return manifest

@@ -9,9 +9,9 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
-from lattqe.store.claim import check_inputs, claim, make_plan, publish_manifest
-from lattqe.store.manifest import Manifest, Part, parse_json, plain_json, read_manifest
-from lattqe.store.parts import checksum, load_part
+from lattqe.store.manifest import Manifest, Part, checksum, parse_json, plain_json, read_manifest
+from lattqe.store.parts import load_part
+from lattqe.store.pending import check_inputs, claim, make_plan, publish_manifest
 from lattqe.store.place import open_place
 
 TENSORS, CONFIG, METRICS = "model.safetensors", "config.json", "metrics.json"

@@ -1,23 +1,27 @@
-"""Reading the parts of a thing that is cut by rows: each part is checked before its first use, then viewed."""
+"""Reading artifacts that are cut into parts by rows: each part is checked before its first use, then viewed.
 
+Parts of a remote artifact can be kept in a folder on this machine (`PartCache`).
+"""
+
+import fcntl
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 
 from lattqe.errors import CorruptDataError, LattqeError
-from lattqe.store.cache import PartCache
-from lattqe.store.local import LocalPlace
-from lattqe.store.manifest import Manifest, Part
-from lattqe.store.place import MissingFileError, Place
+from lattqe.store.local import LocalPlace, explained
+from lattqe.store.manifest import Manifest, Part, checksum, read_manifest
+from lattqe.store.place import MissingFileError, Place, open_place
 from lattqe.store.tables import decode_part
 
-# Parts read from S3 live in memory, and at most this much of them for each open thing; parts on disk are only mapped.
+# Parts read from S3 live in memory, at most this much of them for each open artifact; parts on disk are only mapped.
 RESIDENT_BYTES = 256 << 20
 # Parts that threads load beforehand: two checksums at once keep up with the raw speed of a disk cache.
 PARTS_AHEAD = 2
@@ -25,11 +29,6 @@ FETCHES = 3  # of a part that does not match its checksum
 
 # Files on disk whose checksum this process has found right: (path, signature of the file, checksum).
 _checked: set[tuple[str, tuple[int, int, int], str]] = set()
-
-
-def checksum(data: pa.Buffer | bytes) -> str:
-    """The checksum of a part: XXH3, 128 bits, as fast as memory."""
-    return xxhash.xxh3_128_hexdigest(memoryview(data))
 
 
 def load_part(place: Place, part: Part) -> pa.Buffer:
@@ -68,7 +67,7 @@ def _check(data: pa.Buffer, part: Part, where: str) -> None:
 
 
 class Parts:
-    """The rows of a stored thing as Arrow batches, one for each part."""
+    """The rows of a stored artifact as Arrow batches, one for each part."""
 
     def __init__(self, place: Place, manifest: Manifest, cache: str | None = None) -> None:
         self.place, self.manifest = place, manifest
@@ -143,7 +142,7 @@ class Parts:
                 yield self.batch(number), chunk, rows[chunk] - self.starts[number]
 
     def check_rows(self, rows: np.ndarray) -> np.ndarray:
-        """A row list (n,) as int64, all within the thing."""
+        """A row list (n,) as int64, all within the artifact."""
         rows = np.asarray(rows)
         if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
             raise LattqeError(f"a row list has one dimension of whole numbers, not shape {rows.shape} of {rows.dtype}")
@@ -152,3 +151,75 @@ class Parts:
             raise LattqeError(f"rows {int(rows.min())}..{int(rows.max())} are not within the {self.manifest.rows} "
                               f"rows of {self.place.uri}")
         return rows
+
+
+class PartCache:
+    """`folder/<digest>/<part>`: filled part by part, as parts are needed, once among all processes of the machine."""
+
+    def __init__(self, folder: str, digest: str) -> None:
+        self.place = LocalPlace(folder).child(digest)
+
+    def load(self, source: Place, part: Part) -> pa.Buffer:
+        """The part, mapped from the cache; fetched first where it is not there or is damaged."""
+        try:
+            return load_part(self.place, part)
+        except CorruptDataError:  # absent or damaged
+            pass
+        with _locked(self.place.file(f"{part.name}.lock")):
+            try:
+                return load_part(self.place, part)  # somebody else fetched it while we waited
+            except CorruptDataError:
+                self.place.write(part.name, load_part(source, part))
+        return load_part(self.place, part)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process (or thread) at a time; the lock goes with its holder, so a killed one blocks no other."""
+    with explained("write", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+class StoredRows:
+    """A finished artifact that is cut into parts by rows."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, place: Place, manifest: Manifest, cache: str | None = None) -> None:
+        self.place, self.manifest, self.uri = place, manifest, place.uri
+        self.parts = Parts(place, manifest, cache)
+
+    @classmethod
+    def open(cls, uri: str, cache: str | None = None) -> Self:
+        """Open a finished artifact of this kind; `cache` is a local folder to keep parts of a remote one in."""
+        place = open_place(uri)
+        return cls(place, read_manifest(place, cls.kind), cache)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.manifest.rows
+
+    @property
+    def digest(self) -> str:
+        """Digest of the content."""
+        return self.manifest.digest
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the stored columns."""
+        return [column["name"] for column in self.manifest.fields["columns"]]
+
+    def as_input(self) -> dict[str, str]:
+        """How an artifact made from this one names it in its manifest."""
+        return {"uri": self.uri, "digest": self.digest, "kind": self.kind}
+
+    def table(self, start: int = 0, stop: int | None = None) -> pa.Table:
+        """All columns of rows start..stop."""
+        start, stop = self.parts.span(start, stop)
+        if start == stop:
+            return pa.Table.from_batches([self.parts.batch(0).slice(0, 0)])
+        return pa.Table.from_batches([batch for _, batch in self.parts.slices(start, stop)])

@@ -1,23 +1,137 @@
-"""A thing in the making that is cut into parts by row numbers: made by many, killed at any time, continued by anyone.
+"""An artifact in the making: claimed by a plan, made part by part by many, killed at any time, continued by anyone.
 
-Each part is created once, whole and exclusively, and then gets a receipt `_work/part-00000.json` with its size and
-checksum. Whoever comes second with a part adopts the one that is there, so receipts and parts never disagree.
+`_work/plan.json` says what is being made, so that two different makers never mix. Each part is created once, whole and
+exclusively, and then gets a receipt `_work/part-00000.json` with its size and checksum. A process that comes second
+with a part adopts the one that is there, so receipts and parts never disagree. The manifest comes last.
 """
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
 
+from lattqe import __version__
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
-from lattqe.store.claim import check_inputs, claim, make_plan, publish_manifest, read_plan
-from lattqe.store.manifest import WORK, Manifest, Part, canonical_json, find_manifest, parse_json
-from lattqe.store.parts import checksum, load_part
+from lattqe.store.manifest import (
+    NAME,
+    PLAN,
+    WORK,
+    Manifest,
+    Part,
+    canonical_json,
+    checksum,
+    find_manifest,
+    parse_json,
+    plain_json,
+    seal_json,
+    unseal_json,
+)
+from lattqe.store.parts import load_part
 from lattqe.store.place import MissingFileError, Place, open_place
 from lattqe.store.tables import decode_part, encode_part, schema_columns, schema_of
 
+PARALLEL_DELETES = 8
+KEYS = {"kind": str, "fields": dict, "config": dict, "inputs": dict, "part_rows": list | None, "code_version": str}
 PARALLEL_CHECKS = 8
+
+
+def make_plan(kind: str, fields: Mapping[str, Any], config: Mapping[str, Any] | None,
+              inputs: Mapping[str, Mapping[str, str]] | None, part_rows: list[int] | None) -> dict[str, Any]:
+    """All that decides the bytes of the artifact to be made."""
+    return plain_json({"kind": kind, "fields": dict(fields), "config": dict(config or {}),
+                       "inputs": dict(inputs or {}), "part_rows": part_rows, "code_version": __version__}, "the plan")
+
+
+def claim(place: Place, plan: dict[str, Any]) -> Manifest | None:
+    """Claim the destination, or join those who make the same artifact there, or get it where it is finished already."""
+    finished = find_manifest(place)
+    if finished is not None:
+        there = {key: getattr(finished, key) for key in ("kind", "fields", "config", "inputs")}
+        _refuse_other(place, there, {key: plan[key] for key in there}, "a finished artifact")
+        clean_up(place)
+        return finished
+    names = place.list()
+    strange = [name for name in names if "/" not in name and not name.startswith(".")]
+    if strange and PLAN not in names and NAME not in names:
+        raise AlreadyExistsError(f"{place.uri} holds other files ({strange[0]}): choose a destination that is empty")
+    try:
+        place.create(PLAN, canonical_json(plan))
+    except AlreadyExistsError:
+        standing = read_plan(place)
+        if standing is None:  # finished and cleaned up between our two looks
+            return claim(place, plan)
+        _refuse_other(place, standing, plan, "an unfinished artifact")
+    return None
+
+
+def read_plan(place: Place) -> dict[str, Any] | None:
+    """The claim on the place, if any."""
+    try:
+        plan = parse_json(place.read(PLAN), f"{place.uri}/{PLAN}")
+    except MissingFileError:
+        return None
+    if set(plan) != set(KEYS) or not all(isinstance(plan[key], kind) for key, kind in KEYS.items()):
+        raise CorruptDataError(f"{place.uri}/{PLAN} is damaged: delete {place.uri} and start again")
+    return plan
+
+
+def _refuse_other(place: Place, there: dict[str, Any], plan: dict[str, Any], what: str) -> None:
+    found = differences(plan, there)
+    if found:
+        raise AlreadyExistsError(
+            f"{place.uri} holds {what} that differs: {'; '.join(found[:5])}{'; ...' if len(found) > 5 else ''}: "
+            "choose another destination or delete it")
+
+
+def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
+    """What differs between two JSON values, as 'config.k: 10 there, 20 here'."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        # Where an input lies does not matter, what is in it does.
+        ignored = {"uri"} if path.startswith("inputs.") else set()
+        return [line for key in sorted({*ours, *theirs} - ignored)
+                for line in differences(ours.get(key), theirs.get(key), f"{path}.{key}" if path else key)]
+    if ours == theirs:
+        return []
+    return [f"{path}: {_short(theirs)} there, {_short(ours)} here"]
+
+
+def _short(value: Any) -> str:
+    text = canonical_json(value).decode()
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def publish_manifest(place: Place, manifest: Manifest) -> Manifest:
+    """Write the manifest, last and exclusively; the one that is there where another process made the same artifact."""
+    try:
+        place.create(NAME, manifest.to_json())
+    except AlreadyExistsError:
+        there = find_manifest(place)
+        if there is None or there.digest != manifest.digest or there.config != manifest.config:
+            raise AlreadyExistsError(f"{place.uri} was published by another writer meanwhile: choose another "
+                                     "destination or delete it") from None
+        manifest = there
+    clean_up(place)
+    return manifest
+
+
+def clean_up(place: Place) -> None:
+    """Remove the traces of the work: the claim goes last, so that a killed clean-up is found again."""
+    leftovers = [name for name in place.list() if name.startswith(WORK)]
+    with ThreadPoolExecutor(PARALLEL_DELETES) as pool:
+        list(pool.map(place.delete, [name for name in leftovers if name != PLAN]))
+    if PLAN in leftovers:
+        place.delete(PLAN)
+    with suppress(LattqeError):  # tidiness is no reason to fail, and may not be permitted
+        place.sweep()
+
+
+def check_inputs(inputs: Mapping[str, Mapping[str, str]] | None) -> None:
+    """Each input names its uri, digest and kind."""
+    for name, entry in (inputs or {}).items():
+        if not {"uri", "digest", "kind"} <= set(entry):
+            raise LattqeError(f"input {name!r} must name its uri, digest and kind, not {sorted(entry)}")
 
 
 def part_name(number: int) -> str:
@@ -27,11 +141,6 @@ def part_name(number: int) -> str:
 
 def _receipt_name(number: int) -> str:
     return f"{WORK}part-{number:05d}.json"
-
-
-def _seal(receipt: Mapping[str, Any]) -> str:
-    """A receipt's own checksum: what it says goes into the manifest unseen."""
-    return checksum(canonical_json(receipt))
 
 
 class Pending:
@@ -65,7 +174,7 @@ class Pending:
             return cls(place, plan)
         finished = find_manifest(place)
         if finished is None:
-            raise LattqeError(f"nobody has begun anything at {uri}")
+            raise LattqeError(f"there is nothing in the making at {uri}")
         return cls(place, {"part_rows": [part.rows for part in finished.parts], "fields": finished.fields}, finished)
 
     @property
@@ -101,9 +210,7 @@ class Pending:
 
     def _receipt(self, number: int) -> Part:
         where = f"{self.uri}/{_receipt_name(number)}"
-        body = parse_json(self.place.read(_receipt_name(number)), where)
-        if body.pop("seal", None) != _seal(body):
-            raise CorruptDataError(f"{where} is damaged")
+        body = unseal_json(self.place.read(_receipt_name(number)), where)  # it goes into the manifest unseen
         if body.get("rows") != self.part_rows[number] or body.get("name") != part_name(number):
             raise CorruptDataError(f"{where} belongs to other rows")
         try:
@@ -129,7 +236,7 @@ class Pending:
             decode_part(data, columns, rows, f"{self.uri}/{name}")
         receipt = vars(Part(name, rows, data.size, checksum(data)))
         if find_manifest(self.place) is None:
-            self.place.write(_receipt_name(number), canonical_json(receipt | {"seal": _seal(receipt)}))
+            self.place.write(_receipt_name(number), seal_json(receipt))
 
     def _adopt(self, name: str, ours: pa.Buffer) -> pa.Buffer:
         """The part that another process has stored: ours, or one of which two readings agree."""
@@ -140,7 +247,7 @@ class Pending:
         return there
 
     def finish(self) -> Manifest:
-        """Publish the manifest when all parts are there; the same one whoever of several drivers comes first."""
+        """Publish the manifest when all parts are there; the same one, whichever of several drivers is first."""
         if self.finished is None:
             self.finished = publish_manifest(self.place, find_manifest(self.place) or self._assemble())
         return self.finished

@@ -1,10 +1,11 @@
-"""A place where things are stored: one seam, and a scheme of the URI picks the class behind it.
+"""A place where artifacts are stored: one seam, and a scheme of the URI picks the class behind it.
 
 A place is a folder: `dir`, `file:///dir` or `s3://bucket/prefix`. Files in it have plain relative names. A file is
 either wholly there or not there at all, on disk and on S3 alike, whatever happens to the process that writes it.
 """
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,30 @@ from lattqe.errors import LattqeError
 
 # What can be written.
 Bytes: TypeAlias = bytes | memoryview | pa.Buffer
+
+
+class Traffic:
+    """Two numbers that only grow."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read = self._written = 0
+        self._taken = (0, 0)
+
+    def add(self, *, read: int = 0, written: int = 0) -> None:
+        """Count bytes."""
+        with self._lock:
+            self._read += read
+            self._written += written
+
+    def take(self) -> tuple[int, int]:
+        """Bytes read and bytes written since the last call: what a worker sends along with its result."""
+        with self._lock:
+            before, self._taken = self._taken, (self._read, self._written)
+            return self._taken[0] - before[0], self._taken[1] - before[1]
+
+
+traffic = Traffic()
 
 
 class MissingFileError(LattqeError):
@@ -102,7 +127,7 @@ class Place(ABC):
 
     @abstractmethod
     def remove_if_empty(self) -> None:
-        """Remove the folder itself where the storage has such a thing and nothing is in it."""
+        """Remove the folder itself where the storage has folders and nothing is in it."""
 
     def list(self) -> list[str]:
         """Relative names of all files, recursively, sorted."""
@@ -121,7 +146,7 @@ class Place(ABC):
         return self.fetch(name).to_pybytes()
 
     def delete_tree(self) -> None:
-        """Remove every file of the place; the manifest first, so that a half-deleted thing does not exist."""
+        """Remove every file of the place; the manifest first, so that a half-deleted artifact does not exist."""
         for name in sorted(self.sizes(), key=lambda name: name != "manifest.json"):
             self.delete(name)
         self.sweep()

@@ -18,10 +18,8 @@ from botocore.exceptions import ClientError
 
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.store.local import explained
-from lattqe.store.place import Bytes, ChangedError, MissingFileError, Place, check_name
-from lattqe.store.s3_client import clients
-from lattqe.store.s3_errors import TransientError, retrying
-from lattqe.store.traffic import traffic
+from lattqe.store.place import Bytes, ChangedError, MissingFileError, Place, check_name, traffic
+from lattqe.store.s3_client import TransientError, clients, retrying
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Arrow schemas of the stored things, tables made from arrays, and the bytes of a part.
+"""Arrow schemas of the stored artifacts, tables made from arrays, and the bytes of a part.
 
 A part is an Arrow IPC file with one record batch and no compression: after mapping it, a vector is viewed, not parsed.
 """
@@ -79,7 +79,7 @@ def schema_columns(schema: pa.Schema) -> list[dict[str, str]]:
 
 
 def check_columns(manifest: Manifest, schema: pa.Schema, uri: str) -> None:
-    """A thing has at least the columns of its kind, in their order; CorruptDataError otherwise."""
+    """An artifact has at least the columns of its kind, in their order; CorruptDataError otherwise."""
     columns, needed = manifest.fields.get("columns"), schema_columns(schema)
     if not isinstance(columns, list) or columns[:len(needed)] != needed or not all(map(_is_column, columns)):
         raise CorruptDataError(f"{uri}: the columns in its manifest are not those of {describe_kind(manifest.kind)}")

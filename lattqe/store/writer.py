@@ -1,6 +1,6 @@
-"""Writing a feature set as it streams by: any number of rows in the memory of two parts."""
+"""Writing a feature set as it streams by (any number of rows in the memory of two parts), and joining stored ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -8,28 +8,27 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 
 from lattqe.errors import AlreadyExistsError, LattqeError
-from lattqe.store.claim import check_inputs, claim, make_plan, publish_manifest
-from lattqe.store.features import MAX_DIM, FeatureSet
-from lattqe.store.manifest import PLAN, Manifest, Part
-from lattqe.store.normalise import NORM_TOLERANCE, as_matrix, normalised, norms
-from lattqe.store.parts import checksum
-from lattqe.store.pending import part_name
+from lattqe.store.features import MAX_DIM, NORM_TOLERANCE, FeatureSet, IdRegister, as_matrix, bad_ids, normalised, norms
+from lattqe.store.manifest import PLAN, Manifest, Part, checksum
+from lattqe.store.pending import check_inputs, claim, make_plan, part_name, publish_manifest
 from lattqe.store.place import UnavailableError, open_place
 from lattqe.store.tables import (
     DEFAULT_PART_BYTES,
     check_dtype,
+    column_matrix,
     encode_part,
     features_schema,
     features_table,
     schema_columns,
     string_column,
 )
-from lattqe.store.unique import IdRegister, bad_ids
 
 # Values converted in one go: what the writer needs does not depend on how much comes at once.
 APPEND_VALUES = 4 << 20
+JOIN_ROWS = 16384  # copied at a time
 
 
 class FeatureWriter:
@@ -112,7 +111,7 @@ class FeatureWriter:
             row = int(np.flatnonzero(~good)[0])
             what = "is all zeros" if np.isfinite(vectors[row]).all() else "holds NaN or infinity"
             raise LattqeError(f"the vector of id {table.column('id')[row].as_py()!r} (row {self.seen + row}) {what}: "
-                              "mend the source, or leave such rows out with --skip-bad")
+                              "fix the source, or leave such rows out with --skip-bad")
         self.skipped += int((~good).sum())
         return table.filter(pa.array(good))
 
@@ -232,3 +231,72 @@ def _bytes_of_rows(table: pa.Table) -> np.ndarray:
         elif pa.types.is_primitive(kind):
             needs += kind.bit_width // 8
     return needs
+
+
+def kept_rows(old: FeatureSet, removed: Collection[str]) -> np.ndarray:
+    """Row numbers (m,) of `old` that stay when the ids `removed` go; ids that are not there are refused."""
+    gone = set(removed)
+    ids = old.ids() if gone else []
+    unknown = sorted(gone - set(ids))
+    if unknown:
+        raise LattqeError(f"{len(unknown)} ids to remove are not in {old.uri}, the first is {unknown[0]!r}")
+    if len(gone) == old.rows:
+        raise LattqeError(f"all {old.rows} rows of {old.uri} would be removed: nothing would be left")
+    return np.array([row for row in range(old.rows) if not gone or ids[row] not in gone], dtype=np.int64)
+
+
+def check_same_vectors(old: FeatureSet, new: FeatureSet) -> None:
+    """Refuse sets whose vectors cannot stand in one matrix."""
+    for name in ("dim", "dtype"):
+        if getattr(old, name) != getattr(new, name):
+            raise LattqeError(f"{new.uri} has {name} {getattr(new, name)}, {old.uri} has {getattr(old, name)}: "
+                              "import the new rows like the old ones")
+
+
+def check_joinable(old: FeatureSet, new: FeatureSet) -> None:
+    """Refuse sets whose rows cannot stand in one table."""
+    check_same_vectors(old, new)
+    if old.manifest.fields["columns"] != new.manifest.fields["columns"]:
+        raise LattqeError(f"{new.uri} has columns {new.columns}, {old.uri} has {old.columns}: "
+                          "import the new rows like the old ones")
+
+
+def join_features(old: FeatureSet, kept: np.ndarray, new: FeatureSet | None, to: str) -> FeatureSet:
+    """Write rows `kept` (m,) ascending of `old`, then all of `new`, to `to`; values are copied, never rounded again."""
+    schema = old.table(0, 1).schema
+    extra = [column for column in schema if column.name not in ("id", "vector", "label")]
+    inputs = {"old": old.as_input()} | ({"new": new.as_input()} if new is not None else {})
+    writer = FeatureWriter(to, old.dim, old.dtype, labels=old.has_labels, inputs=inputs, normalise=False, extra=extra,
+                           config={"job": "join", "kept": xxhash.xxh3_128_hexdigest(kept.astype("<i8").tobytes())})
+    if writer.finished is not None:
+        return writer.finished
+    with writer:
+        for source, rows in ((old, kept), (new, np.arange(new.rows if new is not None else 0))):
+            for start in range(0, len(rows), JOIN_ROWS):
+                if source is not None:
+                    _copy(source, rows[start:start + JOIN_ROWS], writer, [column.name for column in extra])
+    return FeatureSet.open(to)
+
+
+def _copy(source: FeatureSet, rows: np.ndarray, writer: FeatureWriter, extra: list[str]) -> None:
+    """Append some rows (ascending) of one set to another."""
+    first = int(rows[0])
+    table = source.table(first, int(rows[-1]) + 1).take(pa.array(rows - first)).combine_chunks()
+    labels = table.column("label").to_numpy() if source.has_labels else None
+    vectors = column_matrix(table.column("vector").combine_chunks())
+    writer.append(vectors, table.column("id").to_pylist(), labels, {name: table.column(name) for name in extra})
+
+
+def stack_features(sets: Sequence[FeatureSet], to: str) -> FeatureSet:
+    """Write ids and vectors of several sets, one after the other; labels and other columns, which may differ, stay."""
+    for other in sets[1:]:
+        check_same_vectors(sets[0], other)
+    writer = FeatureWriter(to, sets[0].dim, sets[0].dtype, normalise=False, config={"job": "stack"},
+                           inputs={f"set{number}": each.as_input() for number, each in enumerate(sets)})
+    if writer.finished is not None:
+        return writer.finished
+    with writer:
+        for each in sets:
+            for start, vectors in each.blocks(JOIN_ROWS):
+                writer.append(vectors, each.ids(start, start + len(vectors)))
+    return FeatureSet.open(to)

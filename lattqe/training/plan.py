@@ -7,7 +7,7 @@ from lattqe.errors import LattqeError
 from lattqe.model import LAttQE
 from lattqe.model.network import VERSION
 from lattqe.store import FeatureSet, Manifest, NeighborGraph, open_place
-from lattqe.store.claim import claim, make_plan
+from lattqe.store.pending import claim, make_plan
 from lattqe.store.place import node_folder
 from lattqe.training.config import TrainingConfig
 from lattqe.training.data import check_sets

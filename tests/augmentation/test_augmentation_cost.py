@@ -14,7 +14,7 @@ from lattqe.search import knn_graph
 from lattqe.search.clock import Clock
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, open_place, read_manifest
-from lattqe.store.join import join_features, kept_rows
+from lattqe.store.writer import join_features, kept_rows
 
 ROWS, DIM, K = 20_000, 8, 48
 

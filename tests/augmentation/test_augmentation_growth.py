@@ -10,7 +10,7 @@ from lattqe.expansion.rows import expand_rows
 from lattqe.search import knn_graph
 from lattqe.search.update import update_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Pending, features_table, neighbors_table
-from lattqe.store.join import check_joinable, join_features, kept_rows, stack_features
+from lattqe.store.writer import check_joinable, join_features, kept_rows, stack_features
 
 DIM, K = 12, 5
 

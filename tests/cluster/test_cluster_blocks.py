@@ -19,7 +19,7 @@ from cluster.session import require_resources
 from jobs.log_file import logging_to
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import open_place
-from lattqe.store.traffic import traffic
+from lattqe.store.place import traffic
 
 pytestmark = pytest.mark.ray
 

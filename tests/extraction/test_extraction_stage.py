@@ -160,7 +160,7 @@ def test_what_would_stand_in_the_way_later_is_refused_at_once(tmp_path):
     with pytest.raises(AlreadyExistsError, match=r"holds other files \(thesis\.tex\)"):
         destination(tmp_path / "taken").begin(images(20))
     Pending.begin(str(tmp_path / "claimed"), "features", {"dim": DIM, "dtype": "float32"}, [5], {"made": "otherwise"})
-    with pytest.raises(AlreadyExistsError, match="an unfinished thing that differs"):
+    with pytest.raises(AlreadyExistsError, match="an unfinished artifact that differs"):
         destination(tmp_path / "claimed").begin(images(20))
     assert (tmp_path / "taken" / "thesis.tex").read_text() == "do not touch"
 

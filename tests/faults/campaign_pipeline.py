@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lattqe.store import FeatureWriter, open_place
-from lattqe.store.checks import verify_thing
+from lattqe.store.artifacts import verify_artifact
 from lattqe.store.models import METRICS
 
 DIM, CLASSES, IMAGES, K = 16, 60, 12, 12
@@ -80,11 +80,11 @@ def clusters(seed: int, classes: int, images: int) -> tuple[np.ndarray, np.ndarr
 
 
 def fingerprint(uri: str) -> list[list[str | int]]:
-    """Name, bytes and checksum of every file of a finished thing, all of them read and found so.
+    """Name, bytes and checksum of every file of a finished artifact, all of them read and found so.
 
     But for a model's metrics: they say how long the training took.
     """
-    manifest = verify_thing(uri)  # what `lattqe verify` does
+    manifest = verify_artifact(uri)  # what `lattqe verify` does
     left = [name for name in open_place(uri).list() if "_work/" in name]
     if left:
         raise RuntimeError(f"{uri} is finished, but {left} was left behind")

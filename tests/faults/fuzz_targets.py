@@ -15,9 +15,9 @@ from fuzz_seeds import X, importer_seeds, make_things, side_seeds, truth_seeds
 from lattqe.datasets.revisited import load_gnd
 from lattqe.errors import LattqeError
 from lattqe.formats import open_source
-from lattqe.store import FeatureSet, FeatureWriter, Manifest, NeighborGraph, Part, load_model, open_thing
+from lattqe.store import FeatureSet, FeatureWriter, Manifest, NeighborGraph, Part, load_model, open_artifact
 from lattqe.store import parts as store_parts
-from lattqe.store.checks import verify_thing
+from lattqe.store.artifacts import verify_artifact
 from lattqe.store.manifest import parse_manifest
 
 warnings.simplefilter("ignore")
@@ -130,7 +130,7 @@ class Stored:
 
     def read(self, thing: Path, may_differ: bool) -> None:
         """Read without and with verification: whatever is accepted has the right shape."""
-        opened = open_thing(str(thing))
+        opened = open_artifact(str(thing))
         if isinstance(opened, FeatureSet):
             check(opened.read().shape == (opened.rows, opened.dim), "features of another shape")
             check(len(opened.ids()) == opened.rows, "ids of another length")
@@ -142,9 +142,9 @@ class Stored:
             check(rows.shape == scores.shape == (opened.rows, opened.k), "a graph of another shape")
         elif opened.manifest.kind == "model":
             load_model(str(thing))
-        verify_thing(str(thing))
+        verify_artifact(str(thing))
         if not may_differ:
-            original = open_thing(str(self.original)).manifest
+            original = open_artifact(str(self.original)).manifest
             check(opened.manifest == original, "a damaged thing was verified")
         if isinstance(opened, FeatureSet):
             lengths = np.linalg.norm(opened.read().astype(np.float64), axis=1)

@@ -13,8 +13,7 @@ from fuzz_seeds import make_things
 
 from lattqe.errors import LattqeError
 from lattqe.store import FeatureSet
-from lattqe.store.manifest import parse_manifest
-from lattqe.store.parts import checksum
+from lattqe.store.manifest import checksum, parse_manifest
 
 COUNT = 2000  # `make fuzz` runs 100,000
 

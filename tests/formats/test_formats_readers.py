@@ -18,8 +18,8 @@ from hypothesis.extra import numpy as hnp
 from lattqe.errors import LattqeError
 from lattqe.formats import ENDINGS, open_source
 from lattqe.formats.hdf5 import datasets
-from lattqe.formats.mat5 import read_variables
-from lattqe.formats.registry import FORMATS
+from lattqe.formats.mat import read_variables
+from lattqe.formats.reader import FORMATS
 
 ROWS, DIM = 23, 7
 X = np.random.default_rng(0).standard_normal((ROWS, DIM)).astype(np.float32)

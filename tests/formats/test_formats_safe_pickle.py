@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lattqe.errors import LattqeError
-from lattqe.formats.safe_pickle import load, loads
+from lattqe.formats.pickle_file import load, loads
 
 PROTOCOLS = range(6)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()

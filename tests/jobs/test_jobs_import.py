@@ -14,7 +14,7 @@ import scipy.io
 from jobs import cli
 from lattqe import store
 from lattqe.store import FeatureSet, open_place
-from lattqe.store.checks import verify_thing
+from lattqe.store.artifacts import verify_artifact
 
 X = np.random.default_rng(1).standard_normal((40, 6)).astype(np.float32)
 
@@ -62,7 +62,7 @@ def test_a_matrix_with_ids_and_labels(run, tmp_path):
     assert "40 × 6" in err
     result = json.loads(out)
     features = FeatureSet.open("features")
-    verify_thing("features")
+    verify_artifact("features")
     assert (result["rows"], result["dim"], result["dtype"], result["skipped"]) == (40, 6, "float16", 0)
     assert result["digest"] == features.digest
     np.testing.assert_array_equal(features.read(), unit(X))

@@ -11,7 +11,7 @@ import jobs.export
 import jobs.info
 import jobs.verify
 from jobs.console import guarded
-from lattqe.store import FeatureSet, FeatureWriter, Pending, neighbors_table, open_thing, ranks_table, save_model
+from lattqe.store import FeatureSet, FeatureWriter, Pending, neighbors_table, open_artifact, ranks_table, save_model
 from lattqe.store.manifest import Manifest
 
 
@@ -68,7 +68,7 @@ def test_info_for_programs(run, things, kind):
     code, out, _ = run(jobs.info, things / kind, "--json")
     facts = json.loads(out)
     assert (code, facts["kind"], facts["rows"]) == (0, kind, 0 if kind == "model" else 300)
-    assert facts["digest"] == open_thing(str(things / kind)).manifest.digest
+    assert facts["digest"] == open_artifact(str(things / kind)).manifest.digest
     assert len(facts["sample"]) == (1 if kind == "model" else 3)
 
 
@@ -76,7 +76,7 @@ def test_info_for_programs(run, things, kind):
 def test_what_cannot_be_opened(run, tmp_path, job):
     code, out, err = run(job, tmp_path / "nothing")
     assert (code, out) == (2, "")
-    assert err.startswith("error: there is no finished thing at")
+    assert err.startswith("error: there is no finished artifact at")
     (tmp_path / "file").write_text("x")
     code, _, err = run(job, tmp_path / "file")
     assert code == 2

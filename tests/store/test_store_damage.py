@@ -22,12 +22,12 @@ from lattqe.store import (
     features_table,
     load_model,
     neighbors_table,
-    open_thing,
+    open_artifact,
     ranks_table,
     save_model,
 )
-from lattqe.store.checks import verify_thing
-from lattqe.store.parts import checksum
+from lattqe.store.artifacts import verify_artifact
+from lattqe.store.manifest import checksum
 from lattqe.store.tables import encode_part, schema_columns
 
 
@@ -156,7 +156,7 @@ UNIT = np.eye(4, dtype=np.float32)
 def test_verify_finds_broken_features(tmp_path, vectors, ids, match):
     uri = forge(tmp_path / "set", "features", {"dim": 4, "dtype": "float32"}, features_table(ids, vectors))
     with pytest.raises(CorruptDataError, match=match):
-        verify_thing(uri)
+        verify_artifact(uri)
 
 
 GOOD_I = np.array([[1, 2, -1], [0, 2, 3], [3, 1, 0], [-1, -1, -1]])
@@ -180,20 +180,20 @@ def altered(array: np.ndarray, row: int, column: int, value: float) -> np.ndarra
     (GOOD_I, altered(GOOD_D, 0, 2, -1), "row 0 has a score other than 0 in its padding"),
 ])
 def test_verify_finds_broken_graphs(tmp_path, I, D, match):  # noqa: E741
-    verify_thing(forge(tmp_path / "good", "neighbors", {"k": 3}, neighbors_table(GOOD_I, GOOD_D)))
+    verify_artifact(forge(tmp_path / "good", "neighbors", {"k": 3}, neighbors_table(GOOD_I, GOOD_D)))
     with pytest.raises(CorruptDataError, match=f"part-00000.arrow: {match}"):
-        verify_thing(forge(tmp_path / "bad", "neighbors", {"k": 3}, neighbors_table(I, D)))
+        verify_artifact(forge(tmp_path / "bad", "neighbors", {"k": 3}, neighbors_table(I, D)))
 
 
 def test_ranks_may_name_any_row_of_their_database(tmp_path):
     I, D = altered(GOOD_I, 1, 2, 1), GOOD_D  # noqa: E741
     table = ranks_table(list("abcd"), I, D)
-    verify_thing(forge(tmp_path / "open", "ranks", {"k": 3}, table))
-    verify_thing(forge(tmp_path / "within", "ranks", {"k": 3, "database_rows": 4}, table))
+    verify_artifact(forge(tmp_path / "open", "ranks", {"k": 3}, table))
+    verify_artifact(forge(tmp_path / "within", "ranks", {"k": 3, "database_rows": 4}, table))
     with pytest.raises(CorruptDataError, match="beyond the 3 there are"):
-        verify_thing(forge(tmp_path / "beyond", "ranks", {"k": 3, "database_rows": 3}, table))
+        verify_artifact(forge(tmp_path / "beyond", "ranks", {"k": 3, "database_rows": 3}, table))
     with pytest.raises(CorruptDataError, match="id of row 1 is empty"):
-        verify_thing(forge(tmp_path / "ids", "ranks", {"k": 3}, ranks_table(["a", "", "c", "d"], I, D)))
+        verify_artifact(forge(tmp_path / "ids", "ranks", {"k": 3}, ranks_table(["a", "", "c", "d"], I, D)))
 
 
 def test_parts_that_are_not_what_the_manifest_says(tmp_path):
@@ -217,7 +217,7 @@ def test_parts_that_are_not_what_the_manifest_says(tmp_path):
         pa.schema([pa.field("id", pa.string()), table.schema.field("vector")]))
     replace(encode_part(holes, holes.schema).to_pybytes())
     with pytest.raises(CorruptDataError, match="id of row 1 is empty"):
-        verify_thing(str(uri))
+        verify_artifact(str(uri))
     wide = features_table(list("abcd"), np.eye(4, 8, dtype=np.float32))
     replace(encode_part(wide, wide.schema).to_pybytes())
     with pytest.raises(CorruptDataError, match="other columns than its manifest"):
@@ -234,7 +234,7 @@ def test_damaged_models(tmp_path):
         damaged = bytearray(whole)
         damaged[len(whole) // 2] ^= 1
         (uri / name).write_bytes(damaged)
-        for action in (load_model, verify_thing):
+        for action in (load_model, verify_artifact):
             with pytest.raises(CorruptDataError, match=f"{name} does not match its checksum"):
                 action(str(uri))
         (uri / name).write_bytes(whole)
@@ -247,10 +247,10 @@ def test_unknown_kinds_are_verified_by_their_checksums(tmp_path):
     (tmp_path / "page.html").write_bytes(b"hello")
     manifest = Manifest("report", 0, (Part("page.html", 0, 5, checksum(b"hello")),), {})
     (tmp_path / "manifest.json").write_bytes(manifest.to_json())
-    assert open_thing(str(tmp_path)).manifest == verify_thing(str(tmp_path)) == manifest
+    assert open_artifact(str(tmp_path)).manifest == verify_artifact(str(tmp_path)) == manifest
     (tmp_path / "page.html").write_bytes(b"hellO")
     with pytest.raises(CorruptDataError, match=r"page\.html does not match"):
-        verify_thing(str(tmp_path))
+        verify_artifact(str(tmp_path))
 
 
 def test_damaged_graph(tmp_path):

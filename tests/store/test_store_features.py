@@ -11,9 +11,8 @@ from hypothesis.extra import numpy as hnp
 
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.store import FeatureSet, FeatureWriter, features_table, open_place
-from lattqe.store.checks import verify_thing
-from lattqe.store.normalise import normalised
-from lattqe.store.unique import IdRegister
+from lattqe.store.artifacts import verify_artifact
+from lattqe.store.features import IdRegister, normalised
 
 
 def write(uri, x, ids=None, step=None, **options) -> FeatureSet:
@@ -53,7 +52,7 @@ def test_any_matrix_comes_out(tmp_path_factory, data, x, dtype, part_bytes, step
     blocks = list(features.blocks(size))
     assert [start for start, _ in blocks] == list(range(0, len(x), size))
     np.testing.assert_array_equal(np.concatenate([block for _, block in blocks]), whole)
-    verify_thing(features.uri)
+    verify_artifact(features.uri)
 
 
 def test_parts_depend_on_the_rows_alone(tmp_path):
@@ -173,7 +172,7 @@ def test_labels_and_other_columns_are_carried_along(tmp_path):
     assert features.columns == ["id", "vector", "label", "url", "boxes"]
     assert features.labels().tolist() == [7, -1, 2**31 - 1]
     assert features.table().select(["url", "boxes"]).to_pydict() == {"url": urls, "boxes": boxes}
-    verify_thing(features.uri)
+    verify_artifact(features.uri)
 
 
 def test_columns_must_be_as_announced(tmp_path):
@@ -259,7 +258,7 @@ def test_two_writers_with_one_configuration_but_other_rows(tmp_path):
         second.append(np.eye(3)[1:2], ["b"])
     first.append(np.eye(3)[1:], ["b", "c"])
     assert first.close().ids() == ["a", "b", "c"]
-    verify_thing(first.uri)
+    verify_artifact(first.uri)
 
 
 def test_tables_need_equal_lengths():

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import FeatureSet, FeatureWriter, Manifest, NeighborGraph, Part, check_input_kind
-from lattqe.store.manifest import MAX_BYTES, canonical_json, parse_manifest, plain_json
-from lattqe.store.parts import checksum
+from lattqe.store.manifest import MAX_BYTES, canonical_json, checksum, parse_manifest, plain_json
 
 MANIFEST = Manifest("features", 5, (Part("part-00000.arrow", 3, 100, "ab"), Part("part-00001.arrow", 2, 90, "cd")),
                     {"dim": 4, "dtype": "float16"}, {"k": 1.5}, {"source": {"uri": "u", "digest": "d", "kind": "x"}})
@@ -159,7 +158,7 @@ def test_kinds_are_named(stored, tmp_path):
     with pytest.raises(LattqeError, match=r"but a model .kind 'model'. is needed here"):
         check_input_kind(stored.uri, "model")
     assert check_input_kind(stored.uri, "features").digest == stored.digest
-    with pytest.raises(LattqeError, match="there is no finished thing at"):
+    with pytest.raises(LattqeError, match="there is no finished artifact at"):
         FeatureSet.open(str(tmp_path / "nowhere"))
 
 

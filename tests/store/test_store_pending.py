@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-import lattqe.store.claim
+import lattqe.store.pending
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.store import (
     FeatureSet,
@@ -23,7 +23,7 @@ from lattqe.store import (
     part_row_counts,
     row_bytes,
 )
-from lattqe.store.checks import verify_thing
+from lattqe.store.artifacts import verify_artifact
 
 ROWS, K = 100, 3
 PART_ROWS = part_row_counts(ROWS, 8 * K, 500)
@@ -98,7 +98,7 @@ def test_damaged_parts_and_receipts_are_made_again(uri, expected):
         pending.publish(number, part(number))
     assert pending.missing() == []
     assert pending.finish().digest == expected
-    verify_thing(uri)
+    verify_artifact(uri)
 
 
 @pytest.mark.parametrize("receipt", [{}, {"name": "../x"}, {"name": "part-00000.arrow", "rows": 1}, {"surplus": 1}, []])
@@ -120,7 +120,7 @@ def test_the_first_part_stands(tmp_path):
     assert 0 not in begin(pending.uri).missing()
     complete(pending.uri)
     assert NeighborGraph.open(pending.uri).read(0, 1)[1].tolist() == [[0.5] * K]
-    verify_thing(pending.uri)
+    verify_artifact(pending.uri)
 
 
 def test_drivers_at_once_give_one_result(uri, expected):
@@ -146,7 +146,7 @@ def test_drivers_at_once_give_one_result(uri, expected):
     assert {manifest.digest for manifest in results} == {expected}
     complete(uri)  # a later run cleans what stragglers left
     assert not [name for name in open_place(uri).list() if name.startswith("_work")]
-    verify_thing(uri)
+    verify_artifact(uri)
 
 
 def test_late_worker_after_the_end(tmp_path):
@@ -162,20 +162,20 @@ def test_another_plan_is_refused_with_the_difference(tmp_path):
     uri = tmp_path / "graph"
     begin(uri)
     begin(uri, inputs={"features": {**INPUT, "uri": "moved elsewhere"}})
-    for changes, match in [({"config": {"k": 4}}, r"an unfinished thing that differs: config\.k: 3 there, 4 here"),
+    for changes, match in [({"config": {"k": 4}}, r"an unfinished artifact that differs: config\.k: 3 there, 4 here"),
                            ({"config": {}}, r"config\.k: 3 there, null here"),
                            ({"inputs": {"features": {**INPUT, "digest": "e"}}}, 'digest: "d" there, "e" here'),
                            ({"part_rows": [60, 40]}, "part_rows"), ({"fields": {"k": 4}}, r"fields\.k")]:
         with pytest.raises(AlreadyExistsError, match=match):
             begin(uri, **changes)
     complete(uri)
-    with pytest.raises(AlreadyExistsError, match="a finished thing that differs: config"):
+    with pytest.raises(AlreadyExistsError, match="a finished artifact that differs: config"):
         begin(uri, config={"k": 4})
 
 
 def test_other_code_does_not_continue(tmp_path, monkeypatch):
     begin(tmp_path / "graph")
-    monkeypatch.setattr(lattqe.store.claim, "__version__", "9.9.9")
+    monkeypatch.setattr(lattqe.store.pending, "__version__", "9.9.9")
     with pytest.raises(AlreadyExistsError, match="code_version"):
         begin(tmp_path / "graph")
 
@@ -201,7 +201,7 @@ def test_tables_that_do_not_fit(tmp_path):
         begin(tmp_path / "other", kind="features")
     with pytest.raises(LattqeError, match="no schema of its own"):
         begin(tmp_path / "other", kind="whatever")
-    with pytest.raises(LattqeError, match="nobody has begun"):
+    with pytest.raises(LattqeError, match="there is nothing in the making"):
         Pending.attach(str(tmp_path / "other"))
     assert not (tmp_path / "other").exists()
 
@@ -243,7 +243,7 @@ def test_killed_writer_is_continued_by_the_same_command(tmp_path, monkeypatch):
         exec(WRITER)
     assert FeatureSet.open(uri).digest == FeatureSet.open(str(tmp_path / "straight")).digest
     assert not [name for name in os.listdir(uri) if name.startswith((".tmp", "_work"))]
-    verify_thing(uri)
+    verify_artifact(uri)
 
 
 @pytest.mark.parametrize(("rows", "width", "limit"), [(1, 1, 1), (10, 3, 7), (1_000_000, 256, 64 << 20), (5, 100, 10)])

@@ -12,12 +12,12 @@ from lattqe.store import (
     Ranks,
     load_model,
     neighbors_table,
-    open_thing,
+    open_artifact,
     part_row_counts,
     ranks_table,
     save_model,
 )
-from lattqe.store.checks import verify_thing
+from lattqe.store.artifacts import verify_artifact
 
 
 @pytest.fixture(params=["disk", pytest.param("s3", marks=pytest.mark.s3)])
@@ -50,7 +50,7 @@ def test_features_come_back(base):
     np.testing.assert_array_equal(features.labels(), np.arange(300) % 10)
     assert features.table(10, 20).column("id").to_pylist() == features.ids(10, 20)
     assert features.place.list() == ["manifest.json", *(part.name for part in features.manifest.parts)]
-    verify_thing(features.uri)
+    verify_artifact(features.uri)
 
 
 def test_graph_is_made_in_parts_and_joined(base):
@@ -76,17 +76,17 @@ def test_graph_is_made_in_parts_and_joined(base):
         Pending.begin(f"{base}/graph", **{**plan, "config": {"k": 4}})
     with pytest.raises(LattqeError, match=r"is a neighbor graph .* but a feature set"):
         FeatureSet.open(f"{base}/graph")
-    verify_thing(f"{base}/graph")
+    verify_artifact(f"{base}/graph")
 
 
 def test_ranks_and_model(base):
     pending = Pending.begin(f"{base}/ranks", "ranks", {"k": 2}, [2])
     pending.publish(0, ranks_table(["q0", "q1"], np.array([[5, 1], [3, -1]]), np.float32([[0.5, 0.4], [0.9, 0]])))
     pending.finish()
-    ranks = open_thing(f"{base}/ranks")
+    ranks = open_artifact(f"{base}/ranks")
     assert isinstance(ranks, Ranks)
     assert ranks.ids() == ["q0", "q1"]
-    verify_thing(f"{base}/ranks")
+    verify_artifact(f"{base}/ranks")
 
     tensors = {"weight": np.arange(6, dtype=np.float32).reshape(2, 3)}
     manifest = save_model(f"{base}/model", tensors, {"heads": 8}, {"map": 0.5})
@@ -97,4 +97,4 @@ def test_ranks_and_model(base):
     assert save_model(f"{base}/model", tensors, {"heads": 8}, {"map": 0.5}) == manifest
     with pytest.raises(AlreadyExistsError):
         save_model(f"{base}/model", tensors, {"heads": 8}, {"map": 0.6})
-    verify_thing(f"{base}/model")
+    verify_artifact(f"{base}/model")

@@ -15,8 +15,8 @@ from s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
 import lattqe.store.parts
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.store import FeatureSet, FeatureWriter, Pending, UnavailableError, neighbors_table, open_place
-from lattqe.store.checks import verify_thing
-from lattqe.store.s3_errors import retry_seconds
+from lattqe.store.artifacts import verify_artifact
+from lattqe.store.s3_client import retry_seconds
 
 pytestmark = pytest.mark.s3
 
@@ -62,7 +62,7 @@ def test_throttling_failures_and_resets_are_retried(faults, s3_uri):
     assert done >= {"throttle", "fail", "hang up", "lose the answer"}
     assert whole.shape == (300, 16)
     assert features.digest == FeatureSet.open(s3_uri).digest
-    verify_thing(s3_uri)
+    verify_artifact(s3_uri)
 
 
 def test_damage_on_the_way_is_read_again(faults, s3_uri, tmp_path, monkeypatch):
@@ -98,7 +98,7 @@ def test_a_part_of_another_writer_is_adopted_as_it_is_stored(faults, s3_uri, mon
     with pytest.raises(CorruptDataError, match="on its way"):
         Pending.attach(s3_uri).publish(0, neighbors_table(ids, scores))
     Pending.attach(s3_uri).publish(0, neighbors_table(ids, scores))
-    assert verify_thing(first.finish() and s3_uri).rows == 50
+    assert verify_artifact(first.finish() and s3_uri).rows == 50
 
 
 def test_a_wrong_clock_is_named(s3_uri, monkeypatch):
@@ -181,7 +181,7 @@ def test_server_killed_and_restarted_during_a_write(mortal_s3):
     mortal_s3.start()
     writer.join(120)
     assert isinstance(outcome[0], FeatureSet), outcome
-    verify_thing(uri)
+    verify_artifact(uri)
     assert not [name for name in open_place(uri).list() if name.startswith("_work")]
 
 
@@ -204,7 +204,7 @@ def test_storage_out_of_reach_then_the_same_command(faults, s3_uri, monkeypatch)
     with pytest.raises(LattqeError, match="is not finished"):
         FeatureSet.open(s3_uri)
     assert attempt(stop=False).ids() == ids
-    verify_thing(s3_uri)
+    verify_artifact(s3_uri)
 
 
 def assert_no_secrets(error: BaseException) -> None:

@@ -2,16 +2,20 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from lattqe.errors import LattqeError
 from lattqe.formats.columns import as_ids, as_labels
-from lattqe.formats.named import ID_NAMES, LABEL_NAMES, VECTOR_NAMES
-from lattqe.formats.reader import Block, Labels, Options, Reader, as_vectors, check_matrix
+from lattqe.formats.matrix import ID_NAMES, LABEL_NAMES, VECTOR_NAMES
+from lattqe.formats.reader import Labels, Options, Reader, RowBlock, as_vectors, check_matrix
+
+FILE_MAGIC = b"ARROW1"
 
 
 class BatchReader(Reader):
@@ -38,7 +42,7 @@ class BatchReader(Reader):
     def batches(self, columns: list[str], size: int) -> Iterator[pa.RecordBatch]:
         """Yield the named columns in batches of at most `size` rows."""
 
-    def _blocks(self, step: int) -> Iterator[Block]:
+    def _blocks(self, step: int) -> Iterator[RowBlock]:
         columns = [column for column in (self._vector, self._id, self._label) if column]
         first = 0
         for batch in self._sound(columns, step):
@@ -62,7 +66,7 @@ class BatchReader(Reader):
             for start in range(0, batch.num_rows, size):
                 yield batch.slice(start, size)
 
-    def _block(self, batch: pa.RecordBatch, first: int) -> Block:
+    def _block(self, batch: pa.RecordBatch, first: int) -> RowBlock:
         vectors = _vectors(batch.column(self._vector), self.dim, self.name, first)
         ids = None if self._id is None else as_ids(_texts(batch.column(self._id), self.name, "id"), self.name)
         labels: Labels | None = None
@@ -72,7 +76,7 @@ class BatchReader(Reader):
                 labels = _texts(column, self.name, "label")
             else:
                 labels = as_labels(_whole(column, self.name, "label").to_pylist(), self.name)
-        return Block(vectors, ids, labels)
+        return RowBlock(vectors, ids, labels)
 
     def _find_dim(self) -> int:
         kind = _plain(self._schema.field(self._vector).type)
@@ -148,3 +152,53 @@ def _texts(column: pa.Array, name: str, what: str) -> list[str]:
         raise LattqeError(f"{name}: the {what} column holds {column.type}; text or whole numbers are needed")
     values: list[Any] = _whole(_storage(column), name, what).to_pylist()
     return [value.decode("utf-8") if isinstance(value, bytes) else str(value) for value in values]
+
+
+class ArrowReader(BatchReader):
+    """One IPC file or stream, memory-mapped."""
+
+    def __init__(self, path: Path, options: Options) -> None:
+        self._path = path
+        with path.open("rb") as file:
+            self._is_file = file.read(len(FILE_MAGIC)) == FILE_MAGIC
+        rows = sum(batch.num_rows for batch in self._stored())
+        super().__init__(str(path), self._open().schema, rows, options, "Arrow")
+
+    def batches(self, columns: list[str], size: int) -> Iterator[pa.RecordBatch]:
+        """Yield the named columns in the batches that are stored."""
+        # Columns are chosen afterwards: asking Arrow to skip the others makes it copy what it would only map.
+        return (batch.select(columns) for batch in self._stored())
+
+    def _open(self) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
+        opener = pa.ipc.open_file if self._is_file else pa.ipc.open_stream
+        return opener(pa.memory_map(str(self._path)), options=pa.ipc.IpcReadOptions(use_threads=False))
+
+    def _stored(self) -> Iterator[pa.RecordBatch]:
+        reader = self._open()
+        if self._is_file:
+            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            yield from reader
+
+
+def open_arrow(path: Path, options: Options) -> ArrowReader:
+    """Open an Arrow file or stream."""
+    return ArrowReader(path, options)
+
+
+class ParquetReader(BatchReader):
+    """One Parquet file."""
+
+    def __init__(self, path: Path, options: Options) -> None:
+        # A row group is read piece by piece (buffer_size), not fetched whole beforehand.
+        self._file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+        super().__init__(str(path), self._file.schema_arrow, self._file.metadata.num_rows, options, "Parquet")
+
+    def batches(self, columns: list[str], size: int) -> Iterator[pa.RecordBatch]:
+        """Yield the named columns in batches of at most `size` rows."""
+        return self._file.iter_batches(batch_size=size, columns=columns, use_threads=False)
+
+
+def open_parquet(path: Path, options: Options) -> ParquetReader:
+    """Open a Parquet file."""
+    return ParquetReader(path, options)

@@ -7,8 +7,8 @@ import pyarrow as pa
 
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store.manifest import Manifest, describe_kind
+from lattqe.store.parts import StoredRows
 from lattqe.store.place import Place
-from lattqe.store.stored import StoredRows
 from lattqe.store.tables import check_columns, column_matrix, schema_of
 
 MAX_K = 1 << 24
@@ -51,8 +51,8 @@ class NeighborGraph(StoredRows):
             yield start, *self.read(start, min(start + size, self.rows))
 
     def verify(self) -> None:
-        """Check every checksum and every invariant; CorruptDataError at the first thing wrong."""
-        from lattqe.store.checks import verify_lists
+        """Check every checksum and every invariant; CorruptDataError at the first fault."""
+        from lattqe.store.artifacts import verify_lists
 
         verify_lists(self)
 

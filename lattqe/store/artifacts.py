@@ -1,21 +1,19 @@
-"""Every invariant of the stored things, checked part by part; the first thing wrong is told with its part."""
+"""Any stored artifact: opening one without knowing its kind, and checking every invariant, part by part."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
 from lattqe.errors import CorruptDataError
-from lattqe.store.features import FeatureSet
-from lattqe.store.manifest import Manifest
+from lattqe.store.features import NORM_TOLERANCE, FeatureSet, IdRegister, bad_ids, norms
+from lattqe.store.lists import NeighborGraph, Ranks
+from lattqe.store.manifest import Manifest, read_manifest
 from lattqe.store.models import load_model
-from lattqe.store.neighbors import NeighborGraph, Ranks
-from lattqe.store.normalise import NORM_TOLERANCE, norms
-from lattqe.store.parts import load_part
-from lattqe.store.stored import StoredRows
+from lattqe.store.parts import StoredRows, load_part
+from lattqe.store.place import Place, open_place
 from lattqe.store.tables import column_matrix
-from lattqe.store.thing import open_thing
-from lattqe.store.unique import IdRegister, bad_ids
 
 # Rows looked at in one go.
 BLOCK = 16_384
@@ -23,23 +21,49 @@ BLOCK = 16_384
 Report = Callable[[int], None]
 
 
-def verify_thing(uri: str, report: Report = lambda rows: None) -> Manifest:
-    """Check a stored thing of any kind; `report` hears how many more bytes are done."""
-    thing = open_thing(uri)
-    if isinstance(thing, FeatureSet):
-        verify_features(thing, report)
-    elif isinstance(thing, NeighborGraph):
-        verify_lists(thing, report)
+@dataclass(frozen=True)
+class StoredFiles:
+    """A finished artifact that is not cut by rows, such as a model: a place and a manifest."""
+
+    place: Place
+    manifest: Manifest
+
+
+Artifact = FeatureSet | NeighborGraph | Ranks | StoredFiles
+
+
+def open_artifact(uri: str, cache: str | None = None) -> Artifact:
+    """A FeatureSet, NeighborGraph or Ranks, or the StoredFiles of any other kind."""
+    place = open_place(uri)
+    manifest = read_manifest(place)
+    for kind in (FeatureSet, NeighborGraph, Ranks):
+        if manifest.kind == kind.kind:
+            return kind(place, manifest, cache)
+    return StoredFiles(place, manifest)
+
+
+def check_input_kind(uri: str, kind: str) -> Manifest:
+    """The manifest of an artifact that must be of `kind`; LattqeError names both kinds where it is not."""
+    return read_manifest(open_place(uri), kind)
+
+
+def verify_artifact(uri: str, report: Report = lambda rows: None) -> Manifest:
+    """Check a stored artifact of any kind; `report` hears how many more bytes are done."""
+    artifact = open_artifact(uri)
+    if isinstance(artifact, FeatureSet):
+        verify_features(artifact, report)
+    elif isinstance(artifact, NeighborGraph):
+        verify_lists(artifact, report)
     else:
-        for part in thing.manifest.parts:
-            load_part(thing.place, part)
+        for part in artifact.manifest.parts:
+            load_part(artifact.place, part)
             report(part.bytes)
-        if thing.manifest.kind == "model":
+        if artifact.manifest.kind == "model":
             tensors, *_ = load_model(uri)
             for name, tensor in tensors.items():
                 if tensor.dtype.kind == "f" and not np.isfinite(tensor).all():
                     raise CorruptDataError(f"{uri}: tensor {name!r} holds NaN or infinity")
-    return thing.manifest
+    return artifact.manifest
 
 
 def verify_features(features: FeatureSet, report: Report = lambda rows: None) -> None:
@@ -64,7 +88,7 @@ def verify_features(features: FeatureSet, report: Report = lambda rows: None) ->
 
 
 def verify_lists(lists: NeighborGraph, report: Report = lambda rows: None) -> None:
-    """Rows in range, padding at the end, scores finite and sorted, nobody twice, in a graph nobody beside itself."""
+    """Rows in range, padding at the end, scores finite and sorted, no row twice, in a graph no row beside itself."""
     limit = lists.manifest.fields.get("database_rows", None if isinstance(lists, Ranks) else lists.rows)
     if not isinstance(limit, int | None):
         raise CorruptDataError(f"{lists.uri}: its manifest speaks of {limit!r} database rows")
@@ -98,11 +122,11 @@ def _list_faults(I: np.ndarray, D: np.ndarray, limit: int | None,  # noqa: E741
     yield "names a neighbor twice", ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != -1)).any(axis=1)
 
 
-def _batches(thing: StoredRows, report: Report) -> Iterator[tuple[str, int, pa.RecordBatch]]:
+def _batches(artifact: StoredRows, report: Report) -> Iterator[tuple[str, int, pa.RecordBatch]]:
     """(address of the part, its first row, its rows), with the Arrow structure checked in full."""
-    slices = thing.parts.slices(0, thing.rows, keep=False)
-    for part, (first, batch) in zip(thing.manifest.parts, slices):
-        where = f"{thing.uri}/{part.name}"
+    slices = artifact.parts.slices(0, artifact.rows, keep=False)
+    for part, (first, batch) in zip(artifact.manifest.parts, slices):
+        where = f"{artifact.uri}/{part.name}"
         try:
             batch.validate(full=True)
         except pa.ArrowException as error:
