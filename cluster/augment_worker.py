@@ -141,7 +141,7 @@ class AugmentWorker:
         """Row numbers (n, m) of the lowest-ranked rows of the whole database, for DQE."""
         from lattqe.expansion.lowest import lowest_outside
         from lattqe.search import FlatIndex
-        from lattqe.search.pieces import in_one
+        from lattqe.search.rows import in_one
 
         if self._index is None:
             self._index = FlatIndex(in_one(self.features.pieces()))

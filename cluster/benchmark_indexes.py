@@ -23,16 +23,14 @@ from cluster.augmentation import (
     worker_resources,
 )
 from cluster.graph import begin_graph, run_graph
-from cluster.graph_cut import agree_on_cut
-from cluster.graph_plan import check_sets, plan_graph
-from cluster.graph_worker import GraphTask
+from cluster.graph_plan import GraphTask, agree_on_cut, check_sets, plan_graph
 from cluster.shards import ShardedIndex
 from lattqe.benchmark.cells import method_of
 from lattqe.benchmark.small import SmallIndex
 from lattqe.benchmark.spec import Setting
 from lattqe.expansion.rows import shares
 from lattqe.search import Index
-from lattqe.search.stored import publish_graph
+from lattqe.search.update import publish_graph
 from lattqe.store import FeatureSet, NeighborGraph, open_place
 from lattqe.store.manifest import canonical_json
 from lattqe.store.writer import stack_features

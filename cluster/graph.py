@@ -20,8 +20,8 @@ import numpy as np
 import ray
 
 from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
-from cluster.graph_cut import Cut
-from cluster.graph_worker import GraphTask, GraphWorker, Item, open_sets
+from cluster.graph_plan import Cut, GraphTask, open_sets
+from cluster.graph_worker import GraphWorker, Item
 from cluster.lists import find_lists
 from cluster.metrics import Work
 from lattqe.errors import LattqeError

@@ -1,5 +1,9 @@
-"""What a graph will cost before anything is allocated: workers, blocks, memory, products and time; or why it cannot."""
+"""A graph before it is computed: the task, how its rows are cut into blocks, and what it will cost, or why it cannot.
 
+The cost is known before anything is allocated: workers, blocks, memory, products and time.
+"""
+
+import json
 import math
 import shutil
 import time
@@ -10,12 +14,12 @@ from typing import Any
 import numpy as np
 import ray
 
-from cluster.graph_cut import Cut
-from cluster.graph_worker import GraphTask, open_sets
 from cluster.lists import MAX_BLOCKS
 from cluster.session import gpus_available, only_this_machine, require_resources
-from lattqe.errors import LattqeError
-from lattqe.store import NeighborGraph, open_place
+from lattqe.errors import AlreadyExistsError, LattqeError
+from lattqe.search.pairing import Pair
+from lattqe.store import FeatureSet, NeighborGraph, Place, open_place
+from lattqe.store.place import absolute, node_folder
 
 PAIR_SECONDS = 120.0  # the longest piece of work, and so the most that a death can cost
 SMALL_BLOCK = 20_000  # rows; with smaller blocks than this, fewer of them: candidates are scored for each anew
@@ -24,6 +28,86 @@ BASE_BYTES = 512 << 20  # of a worker process with torch, and its tiles
 OVERHEAD = 1.25  # selection, scoring, loading and writing beside the bare products
 ROWS_PER_WORKER = 12_288  # for a further worker to be worth starting
 MAX_ROWS = 2**31 - 1
+CUT = "_work/cut.json"
+
+
+@dataclass(frozen=True)
+class GraphTask:
+    """What to compute: all that decides the result, and how a worker goes about it."""
+
+    features: str
+    to: str  # where a Pending has been begun
+    k: int
+    against: str | None = None  # a second set, its rows numbered after those of `features`
+    known: str | None = None  # the second set's own graph
+    cache: str | None = None  # node-local folder that keeps remote rows
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        """Make addresses absolute, for the workers."""
+        for name in ("features", "to", "against", "known"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, value and absolute(value))
+        object.__setattr__(self, "cache", node_folder(self.cache))
+
+
+def open_sets(task: GraphTask) -> list[FeatureSet]:
+    """The feature sets whose rows count through."""
+    return [FeatureSet.open(uri, task.cache) for uri in (task.features, task.against) if uri is not None]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the rows are cut into blocks: bounds[b] is where block b begins; the first `own` blocks are compared
+    with all, the others (of a second set whose graph is known) with the first ones only.
+    """
+
+    bounds: tuple[int, ...]
+    own: int
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.bounds) - 1
+
+    def rows(self, block: int) -> tuple[int, int]:
+        """First and last + 1 row of a block."""
+        return self.bounds[block], self.bounds[block + 1]
+
+    def siblings(self, a: int, b: int) -> bool:
+        """Whether a and b are compared as one block twice as large, which scores their candidates once."""
+        return a == b or (b < self.own and a % 2 == 0 and b == a + 1)
+
+    def pairs(self) -> list[Pair]:
+        """All comparisons; a block meets itself together with its sibling, the last of an odd number alone."""
+        alone = [(self.own - 1, self.own - 1)] if self.own % 2 else []
+        return alone + [(a, b) for a in range(self.own) for b in range(a + 1, self.blocks)]
+
+    def gain(self, a: int, b: int) -> tuple[int, int]:
+        """The bits that comparing a and b adds to what a and what b have seen."""
+        both = (1 << a) | (1 << b)
+        return (both, both) if self.siblings(a, b) else (1 << b, 1 << a)
+
+    def complete(self, block: int) -> int:
+        """What a block has seen when it is done."""
+        return (1 << self.blocks) - 1 if block < self.own else (1 << self.own) - 1
+
+    def cost(self, a: int, b: int) -> int:
+        """Products of one comparison."""
+        n, m = (stop - start for start, stop in (self.rows(a), self.rows(b)))
+        if a == b:
+            return n * n // 2
+        return (n + m) ** 2 // 2 if self.siblings(a, b) else n * m
+
+
+def agree_on_cut(place: Place, cut: Cut) -> Cut:
+    """Use this cut, or the one that an earlier run of the same job has begun with: its files belong to that."""
+    try:
+        place.create(CUT, json.dumps({"bounds": cut.bounds, "own": cut.own}).encode())
+        return cut
+    except AlreadyExistsError:
+        there = json.loads(place.read(CUT))
+        return Cut(tuple(there["bounds"]), there["own"])
 
 
 @dataclass(frozen=True)
@@ -172,7 +256,8 @@ def probe(dim: int, threads: int) -> dict[str, Any]:
     import torch
 
     from lattqe.device import pick_device
-    from lattqe.search.lanes import in_lanes, lanes_on
+    from lattqe.search.pairing import in_lanes
+    from lattqe.search.products import lanes_on
 
     torch.set_num_threads(threads)
     device = pick_device()

@@ -2,48 +2,22 @@
 
 import resource
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import ray
 
-from cluster.graph_cut import Cut
+from cluster.graph_plan import Cut, GraphTask, open_sets
 from cluster.lists import StaleListsError, delete_lists, file_name, read_lists, write_lists
-from lattqe.search.clock import Clock
 from lattqe.search.exact import exact_scores, published
 from lattqe.search.graph import Lists, compare_between, compare_within
-from lattqe.search.joining import join_lists
-from lattqe.search.pieces import Rows, in_one
-from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table
-from lattqe.store.place import absolute, node_folder, traffic
+from lattqe.search.pairing import Clock
+from lattqe.search.rows import Rows, in_one
+from lattqe.search.update import join_lists
+from lattqe.store import NeighborGraph, Pending, neighbors_table
+from lattqe.store.place import traffic
 
 Item = tuple[int, ...]  # (a, b, seen by a, seen by b): compare two blocks; (part,): assemble one part
-
-
-@dataclass(frozen=True)
-class GraphTask:
-    """What to compute: all that decides the result, and how a worker goes about it."""
-
-    features: str
-    to: str  # where a Pending has been begun
-    k: int
-    against: str | None = None  # a second set, its rows numbered after those of `features`
-    known: str | None = None  # the second set's own graph
-    cache: str | None = None  # node-local folder that keeps remote rows
-    threads: int = 1
-
-    def __post_init__(self) -> None:
-        """Make addresses absolute, for the workers."""
-        for name in ("features", "to", "against", "known"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, value and absolute(value))
-        object.__setattr__(self, "cache", node_folder(self.cache))
-
-
-def open_sets(task: GraphTask) -> list[FeatureSet]:
-    """The feature sets whose rows count through."""
-    return [FeatureSet.open(uri, task.cache) for uri in (task.features, task.against) if uri is not None]
 
 
 class GraphWorker:
@@ -102,7 +76,7 @@ class GraphWorker:
 
     def compare_siblings(self, a: int, b: int, lists_a: Lists, lists_b: Lists) -> tuple[Lists, Lists]:
         """Compare one block, or two neighboring blocks as one, with itself."""
-        from lattqe.search.lanes import lanes_on
+        from lattqe.search.products import lanes_on
 
         start, stop = self.cut.rows(a)[0], self.cut.rows(b)[1]
         middle = len(lists_a.ids)
@@ -117,7 +91,7 @@ class GraphWorker:
 
     def compare_pair(self, a: int, b: int, lists_a: Lists, lists_b: Lists) -> tuple[Lists, Lists]:
         """Compare two different blocks."""
-        from lattqe.search.lanes import lanes_on
+        from lattqe.search.products import lanes_on
 
         (first, last), (start, stop) = self.cut.rows(a), self.cut.rows(b)
         floor = self.known_floor(b, start, stop)
@@ -136,7 +110,7 @@ class GraphWorker:
 
     def load(self, start: int, stop: int, products: Any) -> Any:
         """Rows start..stop on the device; what the last comparison needed is kept, and parts of it serve too."""
-        from lattqe.search.blocks import Block
+        from lattqe.search.products import Block
 
         with self.clock("loading"):
             held = next((span for span in self.loaded if span[0] <= start and stop <= span[1]), (start, stop))

@@ -24,7 +24,7 @@ from cluster.metrics import Watch
 from cluster.reservation import check_memory, default_shards, free_resources, reserve, shard_resources
 from lattqe.errors import LattqeError
 from lattqe.search.exact import merge, published
-from lattqe.search.topk import check_queries, tiles
+from lattqe.search.rows import check_queries, tiles
 from lattqe.store import FeatureSet
 from lattqe.store.place import node_folder, traffic
 
@@ -59,7 +59,7 @@ class Shard:
 
         from lattqe.device import pick_device
         from lattqe.search import FlatIndex
-        from lattqe.search.pieces import in_one
+        from lattqe.search.rows import in_one
 
         torch.set_num_threads(threads)
         parts = [part for piece in pieces

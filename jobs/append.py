@@ -103,7 +103,7 @@ def grown_graph(recipe: "Recipe", joined: "FeatureSet", kept: np.ndarray,
     With it the counts of "products", pairs "scored" and old rows "searched" anew; none where an earlier run did it.
     """
     from lattqe.augmentation import GRAPH, renumbered
-    from lattqe.search.clock import Clock
+    from lattqe.search.pairing import Clock
     from lattqe.search.update import update_graph
     from lattqe.store import NeighborGraph, Pending, neighbors_table, part_row_counts, row_bytes
 

@@ -83,7 +83,7 @@ def given_graph(uri: str, original: "FeatureSet", k: int) -> "NeighborGraph":
 
 def computed_graph(original: "FeatureSet", to: str, k: int, workers: int | None, cache: str | None) -> "NeighborGraph":
     """Compute the features' graph, or finish what an earlier run left."""
-    from cluster.graph_worker import GraphTask
+    from cluster.graph_plan import GraphTask
     from jobs.neighbors import neighbors
     from lattqe.store import NeighborGraph
 

@@ -85,7 +85,7 @@ def make_world(world: "SyntheticWorld", to: str) -> "Run":
 
 def find_neighbors(features: str, to: str) -> str:
     """The graph of a feature set, long enough for any network of the demo."""
-    from cluster.graph_worker import GraphTask
+    from cluster.graph_plan import GraphTask
     from jobs.neighbors import neighbors
     from lattqe.store import FeatureSet
 

@@ -8,8 +8,7 @@ from jobs.console import command, human_bytes, print_json, progress_bar, run, sh
 
 if TYPE_CHECKING:
     from cluster.graph import GraphSummary
-    from cluster.graph_plan import GraphPlan
-    from cluster.graph_worker import GraphTask
+    from cluster.graph_plan import GraphPlan, GraphTask
     from lattqe.store import Manifest, Pending
 
 PROGRESS_UNIT = 1_000_000  # products of two vectors
@@ -33,8 +32,7 @@ def main(
     Killed at any time, the same command goes on where it stopped. Example: lattqe neighbors features -k 64 --to graph
     """
     from cluster.graph import begin_graph
-    from cluster.graph_plan import check_sets
-    from cluster.graph_worker import GraphTask
+    from cluster.graph_plan import GraphTask, check_sets
     from cluster.session import ray_session
     from lattqe.store import find_manifest, open_place
 
@@ -60,8 +58,7 @@ def neighbors(task: "GraphTask", workers: int | None = None,
     from dataclasses import replace
 
     from cluster.graph import begin_graph, run_graph
-    from cluster.graph_cut import agree_on_cut
-    from cluster.graph_plan import plan_graph
+    from cluster.graph_plan import agree_on_cut, plan_graph
 
     plan = plan_graph(task, workers, block_rows)  # before anything is claimed: it may refuse
     pending = begin_graph(task)

@@ -129,7 +129,7 @@ def show_plan(index: "ShardedIndex", asked: "FeatureSet", k: int, expansion: Exp
 def answer(index: "ShardedIndex", asked: "FeatureSet", k: int, expansion: Expansion | None, pending: "Pending",
            missing: list[int]) -> dict[str, Any]:
     """Search the missing parts and publish each; return the seconds it took."""
-    from lattqe.search.clock import Clock
+    from lattqe.search.pairing import Clock
     from lattqe.store import ranks_table
 
     clock = Clock()

@@ -24,7 +24,7 @@ def recompute(index: FeatureSet, count: int, seed: int = 0, cache: str | None = 
     if method.negatives:
         from lattqe.expansion.lowest import lowest_outside
         from lattqe.search import FlatIndex
-        from lattqe.search.pieces import in_one
+        from lattqe.search.rows import in_one
 
         index_of_all = FlatIndex(in_one(recipe.features.pieces()))
         negatives = lowest_outside(index_of_all, x, I[:, :recipe.k], method.negatives, own=rows)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lattqe.search.pieces import Rows, pieces_of, split_rows
+from lattqe.search.rows import Rows, pieces_of, split_rows
 
 SCORING_CHUNK = 524_288  # elements gathered at once: enough that threads seldom meet in the interpreter, near the cache
 LONG_RUN = 8  # candidates of one query, from which on its vector is not gathered again for each of them

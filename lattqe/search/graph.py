@@ -8,15 +8,11 @@ import numpy as np
 import torch
 
 from lattqe.errors import LattqeError
-from lattqe.search.blocks import Block, check_rows
-from lattqe.search.clock import Clock
 from lattqe.search.exact import merge, published
-from lattqe.search.lanes import in_threads, lanes_on
-from lattqe.search.pairing import all_pairs, run_pairs
-from lattqe.search.pieces import Rows, row_range
-from lattqe.search.products import Products
-from lattqe.search.running import RunningTopK
-from lattqe.search.topk import tiles
+from lattqe.search.pairing import Clock, all_pairs, in_threads, run_pairs
+from lattqe.search.products import Block, Products, lanes_on
+from lattqe.search.rows import Rows, check_rows, row_range, tiles
+from lattqe.search.topk import RunningTopK
 
 WIDE_BYTES = 256 << 20  # of one block's float32 copy
 CANDIDATE_BYTES = 128 << 20  # of one block's running top-k

@@ -1,4 +1,4 @@
-"""What every index can do, and the index that holds its rows in this process."""
+"""What every index can do, the index that holds its rows in this process, and exact scores and ranks of chosen rows."""
 
 from typing import Protocol
 
@@ -6,11 +6,13 @@ import numpy as np
 import torch
 
 from lattqe.errors import LattqeError
-from lattqe.search.blocks import Block
-from lattqe.search.exact import published
-from lattqe.search.lanes import lanes_on
-from lattqe.search.pieces import Rows
-from lattqe.search.topk import best_rows, count_above, pair_scores
+from lattqe.search.exact import exact_scores, norms, published
+from lattqe.search.pairing import in_lanes
+from lattqe.search.products import Block, Products, lanes_on
+from lattqe.search.rows import Rows, check_queries, check_rows, row_range, tiles
+from lattqe.search.topk import best_rows
+
+COUNT_QUERIES, COUNT_ENTRIES = 1024, 2 << 20
 
 
 class Index(Protocol):
@@ -95,3 +97,72 @@ class FlatIndex:
         if local.size and (local.max() >= self.rows or local[rows >= 0].min(initial=0) < 0):
             raise LattqeError(f"row {int(rows.max())} asked for: this index has {self.rows} rows from {self.first_row}")
         return local
+
+
+def pair_scores(xq: np.ndarray, xb: Rows, rows: np.ndarray) -> np.ndarray:
+    """Exact scores of chosen rows: xq (nq, D), rows (nq, m) of xb, -1 padding -> (nq, m) float64, 0 at padding."""
+    xq, rows = check_queries(xq, xb.shape[1]), np.asarray(rows)
+    if rows.size and rows.max() >= len(xb):
+        raise LattqeError(f"row {int(rows.max())} asked for, but the database has {len(xb)} rows")
+    i, m = np.nonzero(rows >= 0)
+    scores = np.zeros(rows.shape)
+    scores[i, m] = exact_scores(xq, xb, i, rows[i, m])
+    return scores
+
+
+def count_above(xq: np.ndarray, xb: Rows, scores: np.ndarray, rows: np.ndarray, *,
+                first_row: int = 0) -> np.ndarray:
+    """Count the rows of xb (nb, D) that stand before given (score, row) pairs in the exact order of each query.
+
+    xq (nq, D), scores (nq, m) float64 as `pair_scores` gives them, rows (nq, m) (-1: padding, counted as 0) ->
+    (nq, m) int64. The rows need not be of xb: counts over several shards add up to the rank in all of them; row
+    numbers of xb start at `first_row`. The products are float64 because labelled items often lie in the bulk of the
+    scores, where a float32 error bound covers thousands of rows; memory: a few tiles of 16 MiB.
+    """
+    xb = check_rows(xb)
+    xq = check_queries(xq, xb.shape[1])
+    scores, rows = np.asarray(scores, dtype=np.float64), np.asarray(rows)
+    error = 2.0**-52 * xb.shape[1] * norms(xq) * norms(xb).max(initial=0.0) + 1e-300
+    with lanes_on() as lanes:
+        ranges = list(tiles(len(xb), -(-len(xb) // len(lanes)) or 1))
+
+        def count(_: Products, task: tuple[int, int]) -> np.ndarray:
+            return _count_in(xq, row_range(xb, *task), scores, rows, error, first_row + task[0])
+
+        return sum(in_lanes(count, ranges, lanes), np.zeros(rows.shape, dtype=np.int64))
+
+
+def _count_in(xq: np.ndarray, xb: Rows, scores: np.ndarray, rows: np.ndarray, error: np.ndarray,
+              first_row: int) -> np.ndarray:
+    """Count in one range of the database, tile by tile."""
+    counts = np.zeros(rows.shape, dtype=np.int64)
+    for first, last in tiles(len(xq), COUNT_QUERIES):
+        part = slice(first, last)
+        xq64 = xq[part].astype(np.float64)
+        for lo, hi in tiles(len(xb), max(COUNT_ENTRIES // max(xb.shape[1], 1), 1)):
+            products = xq64 @ xb[lo:hi].astype(np.float64).T
+            q, m, near = _count_clear(products, scores[part], rows[part], error[part], counts[part])
+            exact = exact_scores(xq[part], xb[lo:hi], q, near)
+            wanted, row = scores[part][q, m], rows[part][q, m]
+            before = (exact > wanted) | ((exact == wanted) & (near + lo + first_row < row))
+            np.add.at(counts[part], (q[before], m[before]), 1)
+    return counts
+
+
+def _count_clear(products: np.ndarray, scores: np.ndarray, rows: np.ndarray, error: np.ndarray,
+                 counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Count in place what is above each score beyond doubt; return (query, m, column) of what is too close to tell."""
+    doubtful: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    ordered = np.sort(products, axis=1)
+    for q in range(len(products)):
+        real = np.flatnonzero(rows[q] >= 0)
+        high = np.searchsorted(ordered[q], scores[q, real] + error[q], side="right")
+        low = np.searchsorted(ordered[q], scores[q, real] - error[q], side="left")
+        counts[q, real] += products.shape[1] - high
+        for m in real[high > low]:
+            near = np.flatnonzero(np.abs(products[q] - scores[q, m]) <= error[q])
+            doubtful.append((np.full(len(near), q), np.full(len(near), m), near))
+    if not doubtful:
+        return (np.empty(0, dtype=np.int64),) * 3
+    q_all, m_all, near_all = (np.concatenate(column) for column in zip(*doubtful))
+    return q_all, m_all, near_all

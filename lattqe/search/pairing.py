@@ -1,15 +1,23 @@
-"""Which pairs of blocks may be compared now: never two that share a block, those with most left to do first.
+"""Work in threads: which pairs of blocks may be compared now, lanes that each have a thread, and where the seconds go.
 
-Both threads (tiles of a block) and cluster workers (blocks of a set) take their pairs here. A pair changes the lists
-of both its blocks, so while it runs nobody else may touch them; with at least four blocks for each worker there is
-always a free pair, and the busiest blocks first leaves no long tail.
+Both threads (tiles of a block) and cluster workers (blocks of a set) take their pairs here: never two that share a
+block, those with most left to do first. A pair changes the lists of both its blocks, so while it runs nobody else may
+touch them; with at least four blocks for each worker there is always a free pair, and the busiest blocks first leaves
+no long tail.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 Lane = TypeVar("Lane")
 Pair = tuple[int, int]
 
@@ -92,3 +100,58 @@ def run_pairs(pairs: Sequence[Pair], compare: Callable[[Lane, Pair], None], lane
         return
     with ThreadPoolExecutor(len(lanes)) as pool:
         list(pool.map(work, lanes))
+
+
+def in_threads(function: Callable[[int, int], Result], cuts: Sequence[tuple[int, int]]) -> list[Result]:
+    """Call function(start, stop) for all cuts with torch's number of threads: CPU work, whatever the device."""
+    threads = torch.get_num_threads()
+    if threads == 1 or len(cuts) == 1:
+        return [function(*cut) for cut in cuts]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(function, *zip(*cuts)))
+
+
+def in_lanes(function: Callable[[Lane, Item], Result], items: Sequence[Item],
+             lanes: Sequence[Lane]) -> list[Result]:
+    """Call function(lane, item) for all items, each lane in its own thread; results in the order of items."""
+    if len(lanes) == 1 or len(items) == 1:
+        return [function(lanes[0], item) for item in items]
+    free = list(lanes)
+
+    def call(item: Item) -> Result:
+        lane = free.pop()  # there are as many threads as lanes
+        try:
+            return function(lane, item)
+        finally:
+            free.append(lane)
+
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        return list(pool.map(call, items))
+
+
+class Clock:
+    """Seconds by name, summed over threads; `with clock("products"): ...` adds to one.
+
+    `counts`: "products" of two vectors in float32, and pairs "scored" exactly, in float64.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            with self._lock:
+                self.seconds[name] += spent
+
+    def count(self, name: str, amount: int) -> None:
+        """Add to a count."""
+        with self._lock:
+            self.counts[name] += amount

@@ -3,15 +3,23 @@
 Both classes have the same methods; what `multiply` returns is opaque to the caller, so that a tile never leaves
 its device: only the few entries above a threshold do. numpy's OpenBLAS measured 10-25 % faster than torch's MKL on
 AMD, and its A @ A.T does half the work; comparing against a threshold is an order of magnitude cheaper than a top-k.
+One lane for each thread: its own product buffers, BLAS on one thread, so that selection runs in parallel too.
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
-from lattqe.search.pieces import Rows, pieces_of
+from lattqe.errors import LattqeError
+from lattqe.search.exact import norms
+from lattqe.search.rows import Rows, check_rows, pieces_of, row_range, surplus_rows
 
 SYMMETRIC_DIM = 256  # below, numpy loses more by mirroring A @ A.T than it gains by computing half of it
 
@@ -152,3 +160,67 @@ def as_tensor(x: np.ndarray) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(np.ascontiguousarray(x))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows (n, D): `stored` in main memory for exact scores, `held` on the device for products."""
+
+    stored: Rows
+    held: Any
+    norms: np.ndarray
+    surplus: np.ndarray | None
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    @property
+    def dim(self) -> int:
+        """D, the length of a vector."""
+        return int(self.stored.shape[1])
+
+    @classmethod
+    def load(cls, x: Rows, products: Products, k: int | None = None, widen: bool = False) -> "Block":
+        """Bring x (n, D) to the device; `widen` keeps it there as float32, for blocks that are used many times.
+
+        With k, find the duplicates that can be in nobody's k best.
+        """
+        x = check_rows(x)
+        length = norms(x)
+        if not np.isfinite(length).all():
+            row = int(np.flatnonzero(~np.isfinite(length))[0])
+            raise LattqeError(f"row {row} of the vectors holds NaN or infinity: verify the feature set it came from")
+        held = products.widen(products.hold(x)) if widen else products.hold(x)
+        # On the CPU the wide copy serves exact scores as well: gathering from it needs no conversion.
+        stored = held if isinstance(held, Rows) else x
+        return cls(stored, held, length, None if k is None else surplus_rows(x, k))
+
+    def part(self, start: int, stop: int) -> "Block":
+        """Rows start..stop, without a copy."""
+        if (start, stop) == (0, len(self)):
+            return self
+        rows = slice(start, stop)
+        surplus = None if self.surplus is None else self.surplus[rows]
+        stored = row_range(self.stored, start, stop)
+        held = stored if self.held is self.stored else self.held[rows]
+        return Block(stored, held, self.norms[rows], surplus)
+
+    def without(self, k: int) -> "Block":
+        """The same rows, with the surplus duplicates of another k."""
+        return replace(self, surplus=surplus_rows(self.stored, k))
+
+
+@contextmanager
+def lanes_on(device: torch.device | None = None) -> Iterator[list[Products]]:
+    """Lanes for a device: on the CPU as many as torch has threads, each with single-threaded BLAS; one for a GPU."""
+    if device is not None and device.type != "cpu":
+        yield [TorchProducts(device)]
+        return
+    with _libraries().limit(limits=1, user_api="blas"):
+        yield [NumpyProducts() for _ in range(torch.get_num_threads())]
+
+
+@cache
+def _libraries() -> ThreadpoolController:
+    """The loaded BLAS libraries: looking for them takes longer than a small search, so once."""
+    return ThreadpoolController()

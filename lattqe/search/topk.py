@@ -1,23 +1,27 @@
-"""Exact search of one set of rows in another, on one device: the k best, the k lowest, scores and exact ranks."""
+"""Exact search of one set of rows in another, on one device, by a running top-k for many rows at once.
 
-from collections.abc import Iterator, Sequence
+It is fed with float32 scores of known error and finished exactly. Each row has a threshold: what lies below it cannot
+be among its k best, whatever the rounding. Entries above it are appended to a small buffer; a full buffer is cut back
+to the entries that could still be among the k best. Where ties or near ties leave too many of those, the row is scored
+exactly on the spot, so nothing is ever dropped on a guess.
+"""
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from lattqe.errors import LattqeError
-from lattqe.search.blocks import Block, check_rows, check_vectors
-from lattqe.search.exact import exact_scores, merge, norms, published
-from lattqe.search.lanes import in_lanes, lanes_on
-from lattqe.search.pieces import Rows, row_range
-from lattqe.search.products import Products
-from lattqe.search.running import RunningTopK
+from lattqe.search.exact import best_of, exact_order, exact_scores, float32_error, just_below, merge, published
+from lattqe.search.pairing import in_lanes
+from lattqe.search.products import Block, Products, lanes_on
+from lattqe.search.rows import check_queries, tiles
 
 QUERY_BLOCK = 4096
 MANY_QUERIES = 256  # for each thread: fewer, and the threads share the database instead
 BUFFER_BYTES = 128 << 20  # of candidates, for one block of queries
 TILE_ENTRIES = 4 << 20  # of one product: with its masks it stays near the last-level cache
-COUNT_QUERIES, COUNT_ENTRIES = 1024, 2 << 20
+RECEIVE_CHUNK = 8192  # pairs looked up at once
 
 
 def topk(xq: np.ndarray, xb: np.ndarray, k: int, *, largest: bool = True, exclude: np.ndarray | None = None,
@@ -85,84 +89,145 @@ def _search_block(queries: Block, database: Block, k: int, products: Products,
     return running.lists(0, len(queries))
 
 
-def pair_scores(xq: np.ndarray, xb: Rows, rows: np.ndarray) -> np.ndarray:
-    """Exact scores of chosen rows: xq (nq, D), rows (nq, m) of xb, -1 padding -> (nq, m) float64, 0 at padding."""
-    xq, rows = check_queries(xq, xb.shape[1]), np.asarray(rows)
-    if rows.size and rows.max() >= len(xb):
-        raise LattqeError(f"row {int(rows.max())} asked for, but the database has {len(xb)} rows")
-    i, m = np.nonzero(rows >= 0)
-    scores = np.zeros(rows.shape)
-    scores[i, m] = exact_scores(xq, xb, i, rows[i, m])
-    return scores
+class RunningTopK:
+    """Those of the k best rows that are in `others` for each of `rows`, as far as they were offered.
 
-
-def count_above(xq: np.ndarray, xb: Rows, scores: np.ndarray, rows: np.ndarray, *,
-                first_row: int = 0) -> np.ndarray:
-    """Count the rows of xb (nb, D) that stand before given (score, row) pairs in the exact order of each query.
-
-    xq (nq, D), scores (nq, m) float64 as `pair_scores` gives them, rows (nq, m) (-1: padding, counted as 0) ->
-    (nq, m) int64. The rows need not be of xb: counts over several shards add up to the rank in all of them; row
-    numbers of xb start at `first_row`. The products are float64 because labelled items often lie in the bulk of the
-    scores, where a float32 error bound covers thousands of rows; memory: a few tiles of 16 MiB.
+    `known` (n, k) float64: exact scores, descending, of rows that are not in `others`; the k best are those of both.
+    `floor` (n,) float64: of scores as good k are known elsewhere. Memory: max(4 k, 64) × 8 bytes for each row.
     """
-    xb = check_rows(xb)
-    xq = check_queries(xq, xb.shape[1])
-    scores, rows = np.asarray(scores, dtype=np.float64), np.asarray(rows)
-    error = 2.0**-52 * xb.shape[1] * norms(xq) * norms(xb).max(initial=0.0) + 1e-300
-    with lanes_on() as lanes:
-        ranges = list(tiles(len(xb), -(-len(xb) // len(lanes)) or 1))
 
-        def count(_: Products, task: tuple[int, int]) -> np.ndarray:
-            return _count_in(xq, row_range(xb, *task), scores, rows, error, first_row + task[0])
+    def __init__(self, rows: Block, others: Block, k: int, known: np.ndarray | None = None,
+                 floor: np.ndarray | None = None) -> None:
+        self.k = k
+        self.known = known
+        self.rows, self.others = rows, others
+        self.error = float32_error(rows.dim, rows.norms, others.norms.max(initial=0.0))
+        self.threshold = np.full(len(rows), -np.inf, dtype=np.float32)
+        for least in (floor, None if known is None else known[:, -1]):
+            if least is not None:
+                np.maximum(self.threshold, just_below(least - self.error), out=self.threshold)
+        capacity = max(4 * k, 64)
+        self._scores = np.full((len(rows), capacity), -np.inf, dtype=np.float32)
+        self._ids = np.empty((len(rows), capacity), dtype=np.int32)
+        self._fill = np.zeros(len(rows), dtype=np.int32)
 
-        return sum(in_lanes(count, ranges, lanes), np.zeros(rows.shape, dtype=np.int64))
+    def lift(self, start: int, kth: np.ndarray) -> None:
+        """Raise thresholds of the rows from `start`: each has k offered scores not below kth (m,) float32."""
+        stop = start + len(kth)
+        possible = just_below(kth.astype(np.float64) - 2 * self.error[start:stop])
+        np.maximum(self.threshold[start:stop], possible, out=self.threshold[start:stop])
+
+    def offer(self, start: int, i: np.ndarray, j: np.ndarray, scores: np.ndarray) -> None:
+        """Take candidates: rows start + i (m,), i ascending, other rows j (m,), float32 scores (m,).
+
+        Scores not above the rows' thresholds may be left out, and should be.
+        """
+        if self.others.surplus is not None:
+            keep = ~self.others.surplus[j]
+            i, j, scores = i[keep], j[keep], scores[keep]
+        capacity = self._scores.shape[1]
+        while i.size:
+            rank, counts = _places(i)
+            rows = slice(start, start + len(counts))
+            slot = self._fill[rows][i] + rank
+            self._fill[rows] = np.minimum(self._fill[rows] + counts, capacity)
+            full = np.flatnonzero(self._fill[rows] == capacity)
+            fits = slot < capacity if full.size else slice(None)
+            place = (start + i[fits]) * capacity + slot[fits]
+            self._scores.reshape(-1)[place] = scores[fits]
+            self._ids.reshape(-1)[place] = j[fits]
+            if not full.size:
+                return
+            self._compact(start + full)
+            keep = (slot >= capacity) & (scores > self.threshold[start + i])
+            i, j, scores = i[keep], j[keep], scores[keep]
+
+    def settle(self, start: int, stop: int) -> None:
+        """Nothing more will be offered to the rows start..stop: keep only what may be among their k best."""
+        if self.known is None:
+            self._compact(start + np.flatnonzero(self._fill[start:stop] > self.k))
+            return
+        rows = start + np.flatnonzero(self._fill[start:stop])
+        width = int(self._fill[start:stop].max(initial=0))
+        # What is surely reached by k, known and new together: most newcomers that only displace each other fall here.
+        reached = np.concatenate([self.known[rows], self._scores[rows, :width] - self.error[rows, None]], axis=1)
+        kth = np.partition(reached, width, axis=1)[:, width]
+        self.threshold[rows] = np.maximum(self.threshold[rows], just_below(kth - self.error[rows]))
+        self._compact(rows)
+
+    def prepare_scores(self) -> None:
+        """All rows are settled: make room for exact scores, one for each entry."""
+        self._exact = np.full((len(self.rows), max(int(self._fill.max(initial=0)), 1)), np.nan)
+
+    def score(self, start: int, stop: int, mirror: "RunningTopK | None" = None) -> int:
+        """Score the entries of rows start..stop that have no exact score yet; return how many that were.
+
+        An entry (i, j) is also handed to row j of `mirror`, which may hold (j, i): most pairs stand in both lists.
+        Where `mirror` is this object, only entries with j > i are scored, the others being handed over.
+        """
+        width = self._exact.shape[1]
+        wanted = (np.arange(width) < self._fill[start:stop, None]) & np.isnan(self._exact[start:stop])
+        if mirror is self:
+            wanted &= self._ids[start:stop, :width] > np.arange(start, stop)[:, None]
+        i, slot = np.nonzero(wanted)
+        i += start
+        j = self._ids[i, slot]
+        self._exact[i, slot] = scores = exact_scores(self.rows.stored, self.others.stored, i, j)
+        if mirror is not None:
+            mirror._receive(j, i, scores)
+        return len(scores)
+
+    def _receive(self, i: np.ndarray, j: np.ndarray, scores: np.ndarray) -> None:
+        """Take exact scores of pairs (i, j), for those of them that are entries here."""
+        width = self._exact.shape[1]
+        for lo in range(0, len(i), RECEIVE_CHUNK):
+            part = slice(lo, lo + RECEIVE_CHUNK)
+            entry = (self._ids[i[part], :width] == j[part, None]) & (np.arange(width) < self._fill[i[part], None])
+            p, slot = np.nonzero(entry)
+            self._exact[i[part][p], slot] = scores[part][p]
+
+    def lists(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """The exact lists of rows start..stop: ((n, k) float64, (n, k) int32 of `others`), -inf and -1 missing."""
+        used = np.arange(self._exact.shape[1]) < self._fill[start:stop, None]
+        scores = np.where(used, self._exact[start:stop], -np.inf)
+        return best_of(scores, np.where(used, self._ids[start:stop, : used.shape[1]], -1), self.k)
+
+    def _compact(self, rows: np.ndarray) -> None:
+        """Drop from the buffers of `rows` what can no longer be among their k best."""
+        if not rows.size:
+            return
+        scores, ids = self._scores[rows], self._ids[rows]
+        place = scores.shape[1] - self.k
+        kth = np.partition(scores, place, axis=1)[:, place].astype(np.float64)
+        threshold = np.maximum(self.threshold[rows], just_below(kth - 2 * self.error[rows]))
+        keep = scores > threshold[:, None]
+        crowded = np.flatnonzero(keep.sum(axis=1) > max(scores.shape[1] // 2, self.k))
+        if crowded.size:
+            keep[crowded], exact_kth = self._exactly_best(rows[crowded])
+            threshold[crowded] = np.maximum(threshold[crowded], just_below(exact_kth - self.error[rows[crowded]]))
+        r, c = np.nonzero(keep)
+        slot, counts = _places(r, len(rows))
+        fresh = np.full_like(scores, -np.inf)
+        fresh[r, slot] = scores[r, c]
+        self._scores[rows] = fresh
+        self._ids[rows[r], slot] = ids[r, c]
+        self._fill[rows] = counts
+        self.threshold[rows] = threshold
+
+    def _exactly_best(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mark the k exactly best entries in crowded buffers: (m, capacity) bool, and the k-th scores (m,) float64."""
+        used = np.arange(self._scores.shape[1]) < self._fill[rows, None]
+        ids = self._ids[rows]
+        r, _ = np.nonzero(used)
+        scores = np.full(used.shape, -np.inf)
+        scores[used] = exact_scores(self.rows.stored, self.others.stored, rows[r], ids[used])
+        order = exact_order(scores, ids)[:, : self.k]
+        mask = np.zeros((len(rows), self._scores.shape[1]), dtype=bool)
+        np.put_along_axis(mask, order, True, axis=1)
+        return mask, np.take_along_axis(scores, order[:, -1:], axis=1)[:, 0]
 
 
-def _count_in(xq: np.ndarray, xb: Rows, scores: np.ndarray, rows: np.ndarray, error: np.ndarray,
-              first_row: int) -> np.ndarray:
-    """Count in one range of the database, tile by tile."""
-    counts = np.zeros(rows.shape, dtype=np.int64)
-    for first, last in tiles(len(xq), COUNT_QUERIES):
-        part = slice(first, last)
-        xq64 = xq[part].astype(np.float64)
-        for lo, hi in tiles(len(xb), max(COUNT_ENTRIES // max(xb.shape[1], 1), 1)):
-            products = xq64 @ xb[lo:hi].astype(np.float64).T
-            q, m, near = _count_clear(products, scores[part], rows[part], error[part], counts[part])
-            exact = exact_scores(xq[part], xb[lo:hi], q, near)
-            wanted, row = scores[part][q, m], rows[part][q, m]
-            before = (exact > wanted) | ((exact == wanted) & (near + lo + first_row < row))
-            np.add.at(counts[part], (q[before], m[before]), 1)
-    return counts
-
-
-def _count_clear(products: np.ndarray, scores: np.ndarray, rows: np.ndarray, error: np.ndarray,
-                 counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Count in place what is above each score beyond doubt; return (query, m, column) of what is too close to tell."""
-    doubtful: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    ordered = np.sort(products, axis=1)
-    for q in range(len(products)):
-        real = np.flatnonzero(rows[q] >= 0)
-        high = np.searchsorted(ordered[q], scores[q, real] + error[q], side="right")
-        low = np.searchsorted(ordered[q], scores[q, real] - error[q], side="left")
-        counts[q, real] += products.shape[1] - high
-        for m in real[high > low]:
-            near = np.flatnonzero(np.abs(products[q] - scores[q, m]) <= error[q])
-            doubtful.append((np.full(len(near), q), np.full(len(near), m), near))
-    if not doubtful:
-        return (np.empty(0, dtype=np.int64),) * 3
-    q_all, m_all, near_all = (np.concatenate(column) for column in zip(*doubtful))
-    return q_all, m_all, near_all
-
-
-def check_queries(xq: np.ndarray, dim: int) -> np.ndarray:
-    """Return queries (nq, D) ready for use, or say why they do not fit a database of `dim` dimensions."""
-    xq = check_vectors(xq)
-    if xq.shape[1] != dim:
-        raise LattqeError(f"queries have {xq.shape[1]} dimensions and the database {dim}: use one extractor for both")
-    return xq
-
-
-def tiles(n: int, size: int) -> Iterator[tuple[int, int]]:
-    """Cut 0..n into (start, stop) of at most `size`."""
-    for start in range(0, n, size):
-        yield start, min(start + size, n)
+def _places(i: np.ndarray, length: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """For ascending i (m,): each entry's place among those equal to it (m,), and how many there are of each (n,)."""
+    counts = np.bincount(i, minlength=length)
+    return np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts), counts

@@ -1,24 +1,74 @@
-"""Updating a kNN graph exactly when rows join or leave, at a cost in proportion to what changes.
+"""kNN graphs that are kept: made from a stored feature set, joined with newcomers, updated when rows join or leave.
 
-A new row enters an old row's list only if its score reaches the list's last one, which the graph holds. So the new
-rows are multiplied with the old ones once, feeding both sides; a list is touched only where something may enter, and
-only touched lists are scored and ordered again. A list that lost a member says nothing about what comes next: its row
-is searched anew.
+An update is exact, at a cost in proportion to what changes: a new row enters an old row's list only if its score
+reaches the list's last one, which the graph holds. So the new rows are multiplied with the old ones once, feeding both
+sides; a list is touched only where something may enter, and only touched lists are scored and ordered again. A list
+that lost a member says nothing about what comes next: its row is searched anew.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from lattqe.errors import LattqeError
-from lattqe.search.blocks import Block
-from lattqe.search.clock import Clock
 from lattqe.search.exact import just_below, merge, published
-from lattqe.search.graph import Lists, compare_between, compare_within, rows_per_block
-from lattqe.search.lanes import lanes_on
-from lattqe.search.products import Products
-from lattqe.search.topk import best_rows, pair_scores, tiles
+from lattqe.search.graph import Lists, compare_between, compare_within, knn_graph, rows_per_block
+from lattqe.search.index import pair_scores
+from lattqe.search.pairing import Clock
+from lattqe.search.products import Block, Products, lanes_on
+from lattqe.search.rows import in_one, tiles
+from lattqe.search.topk import best_rows
+from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table, part_row_counts, row_bytes
+
+CHUNK = 2048  # rows compared at once: k² bytes for each
+
+# (i (n,) rows of the lists, j (n,) row numbers) -> exact scores (n,) float64
+Rescore = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def publish_graph(features: FeatureSet, k: int, to: str) -> NeighborGraph:
+    """Compute the exact graph of all rows and publish it, unless it is there already."""
+    fields = {"k": k}
+    part_rows = part_row_counts(features.rows, row_bytes("neighbors", fields))
+    pending = Pending.begin(to, "neighbors", fields, part_rows, config={"job": "neighbors"},
+                            inputs={"features": features.as_input()})
+    missing = pending.missing()
+    if missing:
+        I, D = knn_graph(in_one(features.pieces()), k)  # noqa: E741
+        for part in missing:
+            start = sum(part_rows[:part])
+            pending.publish(part, neighbors_table(I[start:start + part_rows[part]], D[start:start + part_rows[part]]))
+    pending.finish()
+    return NeighborGraph.open(to)
+
+
+def join_lists(ids: np.ndarray, scores: np.ndarray, newcomers: Lists,
+               rescore: Rescore) -> tuple[np.ndarray, np.ndarray]:
+    """Merge exact newcomers into stored lists: ids (n, k) int32, scores (n, k) float32 -> the same, exact order.
+
+    Rounding keeps order, so the rounded scores decide wherever they differ. Only lists in which a newcomer's rounded
+    score equals a stored one, or equal stored scores hide their order, are scored again in float64.
+    """
+    ids, scores = ids.copy(), scores.copy()
+    touched = np.flatnonzero((newcomers.ids >= 0).any(axis=1))
+    for start in range(0, len(touched), CHUNK):
+        rows = touched[start : start + CHUNK]
+        known = np.where(ids[rows] < 0, -np.inf, scores[rows].astype(np.float64))
+        unclear = np.flatnonzero(_unclear(ids[rows], scores[rows], newcomers.scores[rows].astype(np.float32)))
+        i, m = np.nonzero(ids[rows[unclear]] >= 0)
+        known[unclear[i], m] = rescore(rows[unclear[i]], ids[rows[unclear[i]], m])
+        joined = merge([(known, ids[rows]), (newcomers.scores[rows], newcomers.ids[rows])], ids.shape[1])
+        scores[rows], ids[rows] = published(*joined)
+    return ids, scores
+
+
+def _unclear(ids: np.ndarray, scores: np.ndarray, newcomers: np.ndarray) -> np.ndarray:
+    """Which lists (n,) the rounded scores do not order: ids, scores (n, k) stored, newcomers (n, k) rounded."""
+    there = ids >= 0
+    equal = ((scores[:, :, None] == newcomers[:, None, :]) & there[:, :, None]).any(axis=(1, 2))
+    hidden = (scores[:, 1:] == scores[:, :-1]) & (ids[:, 1:] < ids[:, :-1]) & there[:, 1:]
+    return equal | hidden.any(axis=1)
 
 
 def update_graph(xb: np.ndarray, I: np.ndarray, D: np.ndarray, stale: np.ndarray | None = None, *,  # noqa: E741

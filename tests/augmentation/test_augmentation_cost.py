@@ -11,8 +11,8 @@ from lattqe.expansion import create
 from lattqe.expansion.rows import expand_rows
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search import knn_graph
-from lattqe.search.clock import Clock
-from lattqe.search.stored import publish_graph
+from lattqe.search.pairing import Clock
+from lattqe.search.update import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, open_place, read_manifest
 from lattqe.store.writer import join_features, kept_rows
 

@@ -12,9 +12,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from cluster.graph import begin_graph, run_graph
-from cluster.graph_cut import Cut, agree_on_cut
-from cluster.graph_plan import cut_rows, plan_graph
-from cluster.graph_worker import GraphTask, GraphWorker
+from cluster.graph_plan import Cut, GraphTask, agree_on_cut, cut_rows, plan_graph
+from cluster.graph_worker import GraphWorker
 from cluster.lists import file_name, find_lists, read_lists, write_lists
 from cluster.session import ray_session
 from cluster.shards import ShardedIndex

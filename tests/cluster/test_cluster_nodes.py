@@ -19,7 +19,7 @@ from s3_server import S3Server
 
 from cluster.augmentation import Augmentation, begin_index, run_augmentation_here
 from lattqe.search import FlatIndex
-from lattqe.search.stored import publish_graph
+from lattqe.search.update import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Pending, open_place, ranks_table, read_manifest
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -39,7 +39,7 @@ def write_inputs(uri: str) -> None:
     import torch
 
     from lattqe.model import LAttQE, LAttQEConfig
-    from lattqe.search.stored import publish_graph
+    from lattqe.search.update import publish_graph
 
     with FeatureWriter(f"{uri}/features", DIM, part_bytes=PART_BYTES) as writer:
         writer.append(np.random.default_rng(0).standard_normal((ROWS, DIM)), [f"r{row}" for row in range(ROWS)])

@@ -16,7 +16,7 @@ from augment_campaign import AugmentCampaign
 from campaign_world import World
 
 from lattqe.model import LAttQE, LAttQEConfig
-from lattqe.search.stored import publish_graph
+from lattqe.search.update import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]

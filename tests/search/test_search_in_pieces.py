@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 
 from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex, exact, knn_graph
-from lattqe.search.blocks import Block
-from lattqe.search.clock import Clock
-from lattqe.search.duplicates import surplus_rows
 from lattqe.search.exact import exact_scores, norms
-from lattqe.search.pieces import Pieces, in_one, pieces_of, row_range
-from lattqe.search.products import TorchProducts
-from lattqe.search.stored import publish_graph
+from lattqe.search.pairing import Clock
+from lattqe.search.products import Block, TorchProducts
+from lattqe.search.rows import Pieces, in_one, pieces_of, row_range, surplus_rows
+from lattqe.search.update import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter
 
 DTYPES = [np.float16, np.float32]
