@@ -47,6 +47,7 @@ def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     workers: Annotated[int | None, typer.Option(help="networks at work; default one for each GPU or CPU")] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster to join; default: this machine")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")] = False,
 ) -> None:
     """Describe every image by one unit vector; bad files are listed in skipped.csv, and a killed run continues.
 
@@ -80,7 +81,8 @@ def main(
     show_table("features", {"at": to, "rows": finished.rows, "dim": destination.dim,
                             "skipped": f"{finished.config['skipped']}, listed in skipped.csv",
                             "bytes": human_bytes(finished.total_bytes)})
-    print_json({"uri": to, "rows": finished.rows, "dim": destination.dim, "skipped": finished.config["skipped"]})
+    if json:
+        print_json({"uri": to, "rows": finished.rows, "dim": destination.dim, "skipped": finished.config["skipped"]})
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def _check_bad(bad: list[tuple[str, str]], images: int, tolerated: int, where: s
         shown = "; ".join(f"{identifier}: {reason}" for identifier, reason in bad[:SHOWN_BAD])
         more = f"; and {len(bad) - SHOWN_BAD} more" if len(bad) > SHOWN_BAD else ""
         raise LattqeError(f"{len(bad)} of {images} images are bad and --max-bad allows {tolerated} ({shown}{more})"
-                          f"{where}: mend them, or run again with a higher --max-bad to continue from here")
+                          f"{where}: fix them, or run again with a higher --max-bad to continue from here")
 
 
 def _publish(destination: "Destination", listed: "ImageList", labels: "np.ndarray | None",

@@ -1,5 +1,6 @@
 """Decoding: modes, EXIF, crops and scales against slow twins; damaged files give reasons, bombs are never decoded."""
 
+import contextlib
 import io
 import math
 import resource
@@ -190,6 +191,36 @@ def test_bombs_are_refused_by_their_header(data):
     with pytest.raises(BadImage, match="too large"):
         decode(data, FULL)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "pixels were allocated"
+
+
+def png_with_bomb(name, prefix):
+    """A sound 1 × 1 PNG with a chunk of 64 KiB that inflates to 64 MiB."""
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0)
+    bomb = chunk(name, prefix + zlib.compress(b"\0" * (64 << 20), 9))
+    pixels = chunk(b"IDAT", zlib.compress(b"\0\0"))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + bomb * 8 + pixels + chunk(b"IEND", b"")
+
+
+def tiff_with_tiles(side):
+    """A TIFF of 16 × 16 pixels whose header promises one tile of side × side."""
+    values = [(256, 4, 16), (257, 4, 16), (258, 3, 8), (259, 3, 8), (262, 3, 1), (277, 3, 1), (322, 4, side),
+              (323, 4, side), (324, 4, 200), (325, 4, 1000)]
+    entries = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in values)
+    head = b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(values)) + entries + b"\0" * 4
+    return head.ljust(200, b"\0") + zlib.compress(b"\0" * (1 << 20))
+
+
+@pytest.mark.parametrize("data", [png_with_bomb(b"zTXt", b"title\0\0"), png_with_bomb(b"iTXt", b"title\0\1\0\0\0"),
+                                  png_with_bomb(b"iCCP", b"profile\0\0"), tiff_with_tiles(65_536)])
+def test_bombs_beside_the_pixels(data):
+    """Text, profiles and tiles that inflate a thousandfold: a picture or a reason, and little memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.suppress(BadImage):
+        assert decode(data, FULL).shape[2] == 3
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 192 << 10, "the bomb went off"
 
 
 def test_limit_of_pixels_is_the_users(photo):

@@ -1,5 +1,7 @@
 """A block of images through threads and network: order, reasons, batches, and what is nobody's fault."""
 
+import os
+import socket
 import threading
 import time
 
@@ -188,3 +190,21 @@ def test_all_bad_is_a_block_too(folder):
     block = describer(folder).describe([ImageEntry("none", "none.png")])
     assert block.vectors.shape == (1, 16)
     assert block.bad == 1
+
+
+def test_what_is_no_regular_file_is_a_reason_and_never_waited_for(folder):
+    """Opening a pipe that has no writer waits for ever; a device may never end."""
+    os.mkfifo(folder / "pipe.png")
+    (folder / "device.png").symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as listener:
+        here = os.getcwd()
+        os.chdir(folder)  # the name of a socket must be short
+        try:
+            listener.bind("socket.png")
+        finally:
+            os.chdir(here)
+    strange = [ImageEntry(name, f"{name}.png", size) for name in ("pipe", "device", "socket")
+               for size in (-1, 0)]
+    block = describer(folder).describe([*strange, *entries()[:2]])
+    assert set(block.reasons[:6]) == {"not a regular file but a pipe, socket or device"}
+    assert block.reasons[6:] == ["", ""]

@@ -43,11 +43,13 @@ def features(tmp_path):
 
 @pytest.mark.parametrize("method", ["pca", "half", "full", "learned"])
 def test_learn_and_apply(features, tmp_path, run, method):
-    code, out, err = run("learn", features.uri, "--method", method, "--dim", "6", "--to", tmp_path / "whitening")
+    code, out, err = run("learn", features.uri, "--method", method, "--dim", "6", "--to", tmp_path / "whitening",
+                         "--json")
     assert code == 0, err
     told = json.loads(out)
     assert (told["method"], told["dim"], told["input_dim"], told["rows"]) == (method, 6, 16, 200)
-    code, out, err = run("apply", features.uri, "--whitening", tmp_path / "whitening", "--to", tmp_path / "out")
+    code, out, err = run("apply", features.uri, "--whitening", tmp_path / "whitening", "--to", tmp_path / "out",
+                         "--json")
     assert code == 0, err
     whitened = FeatureSet.open(str(tmp_path / "out"))
     whitened.verify()
@@ -58,7 +60,9 @@ def test_learn_and_apply(features, tmp_path, run, method):
 
 
 def test_on_s3(features, s3_uri, run):
-    assert run("learn", features.uri, "--to", f"{s3_uri}/whitening")[0] == 0
+    code, out, err = run("learn", features.uri, "--to", f"{s3_uri}/whitening")
+    assert (code, out) == (0, ""), "JSON was not asked for"
+    assert "half" in err
     assert run("apply", features.uri, "--whitening", f"{s3_uri}/whitening", "--to", f"{s3_uri}/out")[0] == 0
     FeatureSet.open(f"{s3_uri}/out").verify()
 
@@ -72,7 +76,7 @@ def test_whitening_of_a_published_network(tmp_path, run, monkeypatch):
     torch.save({"meta": {"architecture": "resnet50", "Lw": carried}, "state_dict": {}}, file)
     (tmp_path / "net.pth").write_bytes(file.getvalue())
     monkeypatch.setattr("lattqe.extraction.checkpoint._check_keys", lambda *_: None)
-    code, out, err = run("from-checkpoint", tmp_path / "net.pth", "--to", tmp_path / "whitening")
+    code, out, err = run("from-checkpoint", tmp_path / "net.pth", "--to", tmp_path / "whitening", "--json")
     assert code == 0, err
     assert (json.loads(out)["training_set"], json.loads(out)["scales"]) == ("retrieval-SfM-120k", "ms")
     whitening, manifest = Whitening.load(str(tmp_path / "whitening"))
