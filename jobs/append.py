@@ -82,11 +82,12 @@ def prepare(old_index: "FeatureSet", recipe: "Recipe", joined: "FeatureSet", kep
     from lattqe.store.place import open_place
 
     graph, counts = grown_graph(recipe, joined, kept, to.rstrip("/"))
-    # DQE's negatives are the lowest of all rows, which any newcomer may be: nothing can be taken over.
-    reuse = recipe.method != "dqe"
+    method = create(recipe.method, **recipe.params)
+    # Negatives are the lowest of all rows, which any newcomer may be: nothing can be taken over.
+    reuse = not method.negatives
     touched = joined.rows
     if reuse:
-        depth = create(recipe.method, **recipe.params).depth(recipe.k)
+        depth = method.depth(recipe.k)
         reusable = reusable_rows(recipe.graph, graph, kept, depth)
         write_reusable(open_place(to), reusable)
         touched = int((reusable < 0).sum())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jobs.console import command, human_bytes, print_json, progress_bar, run, show_table
-from jobs.methods import method_params
+from jobs.methods import NAMES, method_options, method_params
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
@@ -16,18 +16,16 @@ if TYPE_CHECKING:
     from lattqe.store import FeatureSet, Manifest, NeighborGraph, Pending
 
 
+@method_options
 def main(
     features: Annotated[str, typer.Argument(help="The feature set: a folder or s3://bucket/prefix.")],
     to: Annotated[str, typer.Option("--to", help="Where the augmented index goes.")],
-    method: Annotated[str, typer.Option(help="aqe, aqewd, dqe, alphaqe or lattqe.")] = "lattqe",
-    model: Annotated[str | None, typer.Option(help="The trained model (lattqe).")] = None,
+    method: Annotated[str, typer.Option(help=f"One of {NAMES}.")] = "lattqe",
+    params: dict[str, Any] | None = None,
     k: Annotated[int | None, typer.Option("-k", min=1, help="Neighbors for each row. [default: the model's nDBA, or "
                                                             "the paper's for the method]")] = None,
     neighbors: Annotated[str | None, typer.Option(help="The features' neighbor graph. [default: computed and kept "
                                                        "in TO/neighbors]")] = None,
-    alpha: Annotated[float | None, typer.Option(help="Power of the similarity (alphaqe).")] = None,
-    c: Annotated[float | None, typer.Option("--C", help="The SVM's C (dqe).")] = None,
-    negatives: Annotated[int | None, typer.Option(help="Low-ranked negatives for each row (dqe).")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Ray workers. [default: one for each GPU, or CPU]")] = None,
     address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
     cache: Annotated[str | None, typer.Option(help="Node-local folder for rows that live on S3.")] = None,
@@ -51,7 +49,7 @@ def main(
 
     check_reach(reach)
     original = FeatureSet.open(features)
-    params = method_params(method, alpha=alpha, c=c, negatives=negatives, model=model, dba=True)
+    params = method_params(method, params or {}, dba=True)
     theta = create(method, **params)
     k = k or theta.suggested_k(dba=True)
     given = given_graph(neighbors, original, theta.depth(k)) if neighbors is not None else None

@@ -8,7 +8,7 @@ import numpy as np
 import typer
 
 from jobs.console import command, human_bytes, print_json, progress_bar, run, show_table
-from jobs.methods import method_params
+from jobs.methods import NAMES, method_options, method_params
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
@@ -20,18 +20,16 @@ if TYPE_CHECKING:
 PART_QUERIES = 8192  # one part of the ranks, and the most that a death can cost
 
 
+@method_options
 def main(
     database: Annotated[str, typer.Argument(help="The feature set to search: a folder or s3://bucket/prefix.")],
     queries: Annotated[str, typer.Argument(help="The feature set of the queries.")],
     to: Annotated[str, typer.Option("--to", help="Where the ranks go.")],
     k: Annotated[int, typer.Option("-k", min=1, help="Rows for each query.")] = 100,
-    expand: Annotated[str | None, typer.Option(help="Expand queries: aqe, aqewd, dqe, alphaqe or lattqe.")] = None,
+    expand: Annotated[str | None, typer.Option(help=f"Expand queries: {NAMES}.")] = None,
     nqe: Annotated[int | None, typer.Option(min=1, help="Neighbors to expand from. [default: the model's, or the "
                                                         "paper's for the method]")] = None,
-    model: Annotated[str | None, typer.Option(help="The trained model (lattqe).")] = None,
-    alpha: Annotated[float | None, typer.Option(help="Power of the similarity (alphaqe).")] = None,
-    c: Annotated[float | None, typer.Option("--C", help="The SVM's C (dqe).")] = None,
-    negatives: Annotated[int | None, typer.Option(help="Low-ranked negatives for each query (dqe).")] = None,
+    params: dict[str, Any] | None = None,
     distractors: Annotated[str | None, typer.Option(help="A feature set whose rows follow the database's.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Shards. [default: one for each GPU, or by CPUs and "
                                                             "rows]")] = None,
@@ -51,7 +49,7 @@ def main(
     asked = FeatureSet.open(queries, cache)
     if asked.dim != sources[0].dim:
         raise LattqeError(f"{queries} has {asked.dim} dimensions and {database} {sources[0].dim}: use one extractor")
-    expansion = make_expansion(expand, nqe, alpha=alpha, c=c, negatives=negatives, model=model)
+    expansion = make_expansion(expand, nqe, params or {})
     pending = begin_ranks(to, k, sources, asked, expansion)
     missing = pending.missing()
     facts: dict[str, Any] = {"ranks": to, "queries": asked.rows, "k": k}
@@ -80,21 +78,21 @@ class Expansion:
         return {"method": self.method.name, "k": self.k, "params": params}
 
 
-def make_expansion(name: str | None, nqe: int | None, **options: Any) -> Expansion | None:
+def make_expansion(name: str | None, nqe: int | None, given: dict[str, Any]) -> Expansion | None:
     """The expansion that the options ask for; options without one are refused by name."""
     from lattqe.expansion import create
     from lattqe.store import open_place, read_manifest
 
     if name is None:
-        given = [option for option, value in (("nqe", nqe), *options.items()) if value is not None]
-        if given:
-            raise LattqeError(f"--{given[0]} needs --expand: name the method, as in --expand alphaqe")
+        alone = [*(["nqe"] if nqe is not None else []), *given]
+        if alone:
+            raise LattqeError(f"--{alone[0]} needs --expand: name the method, as in --expand alphaqe")
         return None
-    params = method_params(name, **options)
+    params = method_params(name, given)
     method = create(name, **params)
     inputs = {}
-    if options["model"] is not None:
-        place = open_place(options["model"])
+    if "model" in params:
+        place = open_place(params["model"])
         inputs["model"] = {"uri": place.uri, "digest": read_manifest(place, "model").digest, "kind": "model"}
     return Expansion(method, nqe or method.suggested_k(dba=False), inputs)
 
