@@ -68,7 +68,7 @@ class Destination:
         place = open_place(self.uri)
         manifest = find_manifest(place)
         if manifest is not None:
-            self._refuse_other(manifest.kind, manifest.fields, manifest.config, manifest.inputs, "a finished thing")
+            self._refuse_other(manifest.kind, manifest.fields, manifest.config, manifest.inputs, "a finished artifact")
             clean_up(place)
         return manifest
 
@@ -91,7 +91,7 @@ class Destination:
         place = open_place(self.uri)
         plan = read_plan(place)
         if plan is not None:
-            self._refuse_other(plan["kind"], plan["fields"], plan["config"], plan["inputs"], "an unfinished thing")
+            self._refuse_other(plan["kind"], plan["fields"], plan["config"], plan["inputs"], "an unfinished artifact")
         else:
             strange = [name for name in place.list() if not name.startswith((WORK, "."))]
             if strange:
