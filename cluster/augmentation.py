@@ -63,9 +63,8 @@ class AugmentSummary:
 def begin_index(task: Augmentation, inputs: dict[str, dict[str, str]]) -> Pending:
     """Claim the destination of an index of the rows of `task.features`, or join an earlier run of the same task."""
     features = FeatureSet.open(task.features)
-    fields = {name: features.manifest.fields[name] for name in ("dim", "dtype")}
     part_rows = [part.rows for part in features.manifest.parts]
-    return Pending.begin(task.to, "features", fields, part_rows, schema=features.table(0, 1).schema,
+    return Pending.begin(task.to, "features", features.content_fields(), part_rows, schema=features.table(0, 1).schema,
                          config=describe(task.method, task.k, task.params), inputs=inputs)
 
 

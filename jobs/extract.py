@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -10,8 +10,6 @@ from jobs.console import command, human_bytes, print_json, progress_bar, run, sh
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from cluster.extraction import Workers
     from lattqe.extraction.encoder import EncoderSpec
     from lattqe.extraction.image import Framing
@@ -21,6 +19,8 @@ if TYPE_CHECKING:
 
 PROBE_SIDE = 224  # the size that most encoders were made at
 SHOWN_BAD = 5
+
+FolderLabels: TypeAlias = tuple[list[int], list[str]]  # of each image, and the folders' names
 
 
 def main(
@@ -53,8 +53,6 @@ def main(
 
     Example: lattqe extract photos --checkpoint gl18-tl-resnet101-gem-w.pth --to features
     """
-    import numpy as np
-
     from cluster.extraction import plan_workers
     from cluster.session import ray_session
     from lattqe.extraction.encoder import EncoderSpec, find_hook_folder, parse_scales
@@ -72,7 +70,7 @@ def main(
                         parse_scales(scales or ("1" if center_crop else "1,0.7071,1.4142")), batch, check_dtype(dtype))
     config = {"crop": "bbx, at the scale of the full image" if queries else None,
               "labels": "top folders" if labels_from_folders else None}
-    labels = np.array(folder_labels(listed)) if labels_from_folders else None
+    labels = folder_labels(listed) if labels_from_folders else None
     destination = _prepare(settings, to, config, inputs)
     finished = destination.find_finished()
     if finished is None:
@@ -168,7 +166,7 @@ def _prepare(settings: Settings, to: str, config: dict[str, Any], inputs: dict[s
     return Destination(to, dim, settings.dtype, config, inputs)
 
 
-def _make(settings: Settings, destination: "Destination", listed: "ImageList", labels: "np.ndarray | None",
+def _make(settings: Settings, destination: "Destination", listed: "ImageList", labels: FolderLabels | None,
           workers: "Workers", tolerated: int) -> "Manifest":
     """Do what is left to do."""
     pending = destination.begin(listed)
@@ -217,7 +215,7 @@ def _check_bad(bad: list[tuple[str, str]], images: int, tolerated: int, where: s
                           f"{where}: fix them, or run again with a higher --max-bad to continue from here")
 
 
-def _publish(destination: "Destination", listed: "ImageList", labels: "np.ndarray | None",
+def _publish(destination: "Destination", listed: "ImageList", labels: FolderLabels | None,
              tolerated: int) -> "Manifest":
     """Gather the blocks into the feature set, unless too many images were bad."""
     import numpy as np
@@ -234,7 +232,8 @@ def _publish(destination: "Destination", listed: "ImageList", labels: "np.ndarra
     crops = None
     if destination.config["crop"]:
         crops = np.array([entry.box or (0, 0, 0, 0) for entry in listed.entries()], dtype=np.float32)
-    return merge(destination, described, skipped, labels, crops)
+    numbers, names = (None, None) if labels is None else (np.array(labels[0], np.int32), labels[1])
+    return merge(destination, described, skipped, numbers, crops, names)
 
 
 app = command(main)

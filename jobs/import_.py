@@ -53,7 +53,6 @@ def main(
         config = {
             "job": "import", "key": key, "transposed": transposed, "columns": columns, "rows": rows,
             "select": [Path(name).name + value for name, value in conditions], "skip_bad": skip_bad,
-            "label_names": source.label_names,
         }  # fmt: skip
         result = _write(source, to, dtype, skip_bad, config, _inputs(files, local))
     if json:
@@ -80,7 +79,8 @@ def _write(source: Any, to: str, dtype: str, skip_bad: bool, config: dict[str, A
         plan=True,
     )  # fmt: skip
     with FeatureWriter(
-        to, source.dim, dtype, labels=source.has_labels, config=config, inputs=inputs, skip_bad=skip_bad
+        to, source.dim, dtype, labels=source.has_labels, config=config, inputs=inputs, skip_bad=skip_bad,
+        label_names=source.label_names,
     ) as writer:
         reused = writer.finished is not None
         if not reused:

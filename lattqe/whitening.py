@@ -243,7 +243,7 @@ def whiten_features(features: FeatureSet, whitening_uri: str, to: str, dtype: st
                           f"{features.uri} has {features.dim}-D ones")
     dtype = dtype or features.dtype
     schema = _schema(features, whitening.dim, dtype)
-    fields = {"dim": whitening.dim, "dtype": dtype, "labels": features.has_labels}
+    fields = features.content_fields() | {"dim": whitening.dim, "dtype": dtype}
     part_rows = part_row_counts(features.rows, row_bytes("features", fields))
     inputs = {"features": features.as_input(),
               "whitening": {"uri": whitening_uri, "digest": model.digest, "kind": "model"}}

@@ -9,6 +9,7 @@ from lattqe.datasets.revisited import RevisitedSet, load_gnd
 from lattqe.errors import LattqeError
 from lattqe.evaluation import GroundTruth, LabelTruth
 from lattqe.store import FeatureSet
+from lattqe.store.features import comparable_labels
 from lattqe.store.manifest import canonical_json
 
 
@@ -42,7 +43,8 @@ def _label_truth(name: str, database: FeatureSet, queries: FeatureSet) -> LabelT
         if not features.has_labels:
             raise LattqeError(f"{name}: the {role} in {features.uri} have no labels: import them with labels, or "
                               "give a ground truth file as truth")
-    truth = LabelTruth(database.labels(), query_labels=queries.labels())
+    labels, query_labels = comparable_labels(database, queries)
+    truth = LabelTruth(labels, query_labels=query_labels)
     if not truth.counts.any():
         raise LattqeError(f"{name}: no query has a label that is in the database: do the labels of {database.uri} and "
                           f"{queries.uri} belong together?")

@@ -144,10 +144,11 @@ def _named_entry(name: str, box: Box | None, sizes: dict[str, int]) -> ImageEntr
     return ImageEntry(name, name + ".jpg", -1, box)
 
 
-def folder_labels(images: ImageList) -> list[int]:
-    """One label for each image: the number of its top folder among the sorted top folders."""
+def folder_labels(images: ImageList) -> tuple[list[int], list[str]]:
+    """One label for each image, the number of its top folder among the sorted top folders; and these folders."""
     tops = [PurePosixPath(entry.id).parts[0] if "/" in entry.id else "" for entry in images.entries()]
     if "" in tops:
         raise LattqeError(f"{tops.count('')} images lie in no folder: labels by folder need every image in one")
-    numbers = {top: number for number, top in enumerate(sorted(set(tops)))}
-    return [numbers[top] for top in tops]
+    names = sorted(set(tops))
+    numbers = {top: number for number, top in enumerate(names)}
+    return [numbers[top] for top in tops], names

@@ -156,8 +156,10 @@ def _blocks(described: DescribedImages) -> Iterator[tuple[int, pa.Table]]:
 
 
 def merge(destination: Destination, described: DescribedImages, skipped: Skipped, labels: np.ndarray | None = None,
-          crops: np.ndarray | None = None) -> Manifest:
+          crops: np.ndarray | None = None, label_names: Sequence[str] | None = None) -> Manifest:
     """Copy the good rows, in order, into the feature set and publish it. `labels` (n,) and `crops` (n, 4) are by image.
+
+    Label i is named `label_names[i]`.
 
     One part and a few blocks are in memory at a time; a killed merge continues at its next part.
     """
@@ -167,7 +169,9 @@ def merge(destination: Destination, described: DescribedImages, skipped: Skipped
         raise LattqeError(f"not one of {described.rows} images gave a vector, the first because: {skipped.rows[0][2]}")
     extra = [CROP_COLUMN] if crops is not None else []
     schema = features_schema(destination.dim, destination.dtype, labels is not None, extra)
-    fields = {"dim": destination.dim, "dtype": destination.dtype, "labels": labels is not None}
+    fields: dict[str, Any] = {"dim": destination.dim, "dtype": destination.dtype, "labels": labels is not None}
+    if label_names is not None:
+        fields["label_names"] = list(label_names)
     part_rows = part_row_counts(int(good.sum()), row_bytes("features", fields))
     pending = Pending.begin(destination.uri, "features", fields, part_rows,
                             {**destination.config, "skipped": len(skipped.rows)}, destination.inputs, schema=schema)

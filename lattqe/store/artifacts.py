@@ -79,6 +79,12 @@ def verify_features(features: FeatureSet, report: Report = lambda rows: None) ->
                                        f"{lengths[wrong[0]]:.6g}, not 1")
         _check_ids(batch.column("id"), where, first)
         register.add(batch.column("id"))
+        if features.has_labels and features.label_names is not None:
+            labels = batch.column("label").to_numpy()
+            wrong = np.flatnonzero((labels < 0) | (labels >= len(features.label_names)))
+            if len(wrong):
+                raise CorruptDataError(f"{where}: row {first + wrong[0]} has label {labels[wrong[0]]}, and there are "
+                                       f"{len(features.label_names)} label names")
     repeated = register.duplicates(limit=1)
     if repeated:
         row = repeated[0][1]

@@ -1,6 +1,7 @@
 """A feature set: ids, L2-normalised vectors, optional labels and other columns, cut into Arrow parts by rows."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -90,18 +91,28 @@ class IdRegister:
 
 
 class FeatureSet(StoredRows):
-    """A finished feature set. Vectors come in their stored dtype; views on mapped files are read-only."""
+    """A finished feature set. Vectors come in their stored dtype; views on mapped files are read-only.
+
+    `label_names` says what the labels mean where they were text (label i is `label_names[i]`), else it is None: numbers
+    that were given as numbers.
+    """
 
     kind = "features"
 
     def __init__(self, place: Place, manifest: Manifest, cache: str | None = None) -> None:
         self.dim, self.dtype = _dimensions(manifest, place.uri)
+        self.label_names = _label_names(manifest, place.uri)
         super().__init__(place, manifest, cache)
 
     @property
     def has_labels(self) -> bool:
         """Whether there is a label for each row."""
         return "label" in self.columns
+
+    def content_fields(self) -> dict[str, Any]:
+        """Fields of an artifact with the same columns, for `Pending.begin`: dim, dtype, labels and their names."""
+        names = {} if self.label_names is None else {"label_names": self.label_names}
+        return {"dim": self.dim, "dtype": self.dtype, "labels": self.has_labels, **names}
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Vectors of rows start..stop, (n, D); a read-only view where they lie in one part, else a copy."""
@@ -169,6 +180,55 @@ class FeatureSet(StoredRows):
         from lattqe.store.artifacts import verify_features
 
         verify_features(self)
+
+
+def comparable_labels(*sets: FeatureSet) -> list[np.ndarray]:
+    """Labels (n,) int32 of each set such that equal numbers mean the same in all: named labels are matched by name.
+
+    Sets number their own texts from 0, so the stored numbers of two sets say nothing. The first set keeps its numbers;
+    names that it lacks follow in order of appearance. Named labels against plain numbers are refused.
+    """
+    labels = [one.labels() for one in sets]
+    for other in sets[1:]:
+        check_same_naming(sets[0], other)
+    names = joined_names(*sets)
+    if names is None:
+        return labels
+    numbers = {name: number for number, name in enumerate(names)}
+    return [renumbered(stored, one, numbers) for stored, one in zip(labels, sets)]
+
+
+def check_same_naming(one: FeatureSet, other: FeatureSet) -> None:
+    """Refuse labels of which one set has names and the other plain numbers."""
+    if (one.label_names is None) != (other.label_names is None):
+        named, plain = (one, other) if other.label_names is None else (other, one)
+        raise LattqeError(f"the labels of {named.uri} are text and those of {plain.uri} are numbers: they cannot be "
+                          "compared; import both with text labels or both with numbers")
+
+
+def joined_names(*sets: FeatureSet) -> list[str] | None:
+    """The label names of all sets together, those of the first set in their place; None where labels are numbers."""
+    if sets[0].label_names is None:
+        return None
+    return list(dict.fromkeys(name for one in sets for name in one.label_names or ()))
+
+
+def renumbered(labels: np.ndarray, features: FeatureSet, numbers: Mapping[str, int]) -> np.ndarray:
+    """Labels (n,) of a set with names, by the numbers that the names have elsewhere; below 0 stays (no label)."""
+    names = features.label_names or []
+    if len(labels) and int(labels.max()) >= len(names):
+        raise CorruptDataError(f"{features.uri}: label {int(labels.max())} has no name, there are {len(names)}")
+    table = np.array([numbers[name] for name in names], np.int32)
+    return np.where(labels < 0, labels, table[labels]).astype(np.int32)
+
+
+def _label_names(manifest: Manifest, uri: str) -> list[str] | None:
+    """Lattqe 0.1.0 kept the names in the configuration of the import."""
+    names = manifest.fields.get("label_names", manifest.config.get("label_names"))
+    if names is not None and (not isinstance(names, list) or not all(isinstance(name, str) for name in names)
+                              or len(set(names)) != len(names)):
+        raise CorruptDataError(f"{uri}: the label names in its manifest are not a list of distinct texts")
+    return names
 
 
 def _dimensions(manifest: Manifest, uri: str) -> tuple[int, str]:

@@ -11,7 +11,19 @@ import pyarrow.compute as pc
 import xxhash
 
 from lattqe.errors import AlreadyExistsError, LattqeError
-from lattqe.store.features import MAX_DIM, NORM_TOLERANCE, FeatureSet, IdRegister, as_matrix, bad_ids, normalised, norms
+from lattqe.store.features import (
+    MAX_DIM,
+    NORM_TOLERANCE,
+    FeatureSet,
+    IdRegister,
+    as_matrix,
+    bad_ids,
+    check_same_naming,
+    joined_names,
+    normalised,
+    norms,
+    renumbered,
+)
 from lattqe.store.manifest import PLAN, Manifest, Part, checksum
 from lattqe.store.pending import check_inputs, claim, make_plan, part_name, publish_manifest
 from lattqe.store.place import UnavailableError, open_place
@@ -42,7 +54,7 @@ class FeatureWriter:
     def __init__(self, uri: str, dim: int, dtype: str = "float16", labels: bool = False,
                  config: Mapping[str, Any] | None = None, inputs: Mapping[str, Mapping[str, str]] | None = None,
                  normalise: bool = True, skip_bad: bool = False, part_bytes: int = DEFAULT_PART_BYTES,
-                 extra: Sequence[pa.Field] = ()) -> None:
+                 extra: Sequence[pa.Field] = (), label_names: Sequence[str] | None = None) -> None:
         if not 1 <= dim <= MAX_DIM:
             raise LattqeError(f"dimension {dim} cannot be stored: 1 to {MAX_DIM} can")
         if part_bytes < 1:
@@ -53,7 +65,9 @@ class FeatureWriter:
         self._labels, self._normalise, self._skip_bad, self._part_bytes = labels, normalise, skip_bad, part_bytes
         self._extra = {column.name for column in extra}
         self._schema = features_schema(dim, self.dtype, labels, extra)
-        self._fields = {"dim": dim, "dtype": self.dtype, "columns": schema_columns(self._schema)}
+        self._fields: dict[str, Any] = {"dim": dim, "dtype": self.dtype, "columns": schema_columns(self._schema)}
+        if label_names is not None:  # text labels: label i is label_names[i]
+            self._fields["label_names"] = list(label_names)
         self._plan = make_plan("features", self._fields, config, inputs, None)
         self._held: list[pa.Table] = []
         self._held_bytes = 0
@@ -259,30 +273,40 @@ def check_joinable(old: FeatureSet, new: FeatureSet) -> None:
     if old.manifest.fields["columns"] != new.manifest.fields["columns"]:
         raise LattqeError(f"{new.uri} has columns {new.columns}, {old.uri} has {old.columns}: "
                           "import the new rows like the old ones")
+    check_same_naming(old, new)
 
 
 def join_features(old: FeatureSet, kept: np.ndarray, new: FeatureSet | None, to: str) -> FeatureSet:
-    """Write rows `kept` (m,) ascending of `old`, then all of `new`, to `to`; values are copied, never rounded again."""
+    """Write rows `kept` (m,) ascending of `old`, then all of `new`, to `to`; values are copied, never rounded again.
+
+    Labels with names are matched by name: new names follow those of `old`, whose numbers stay.
+    """
+    sets = [old] if new is None else [old, new]
+    names = joined_names(*sets)
     schema = old.table(0, 1).schema
     extra = [column for column in schema if column.name not in ("id", "vector", "label")]
     inputs = {"old": old.as_input()} | ({"new": new.as_input()} if new is not None else {})
     writer = FeatureWriter(to, old.dim, old.dtype, labels=old.has_labels, inputs=inputs, normalise=False, extra=extra,
+                           label_names=names,
                            config={"job": "join", "kept": xxhash.xxh3_128_hexdigest(kept.astype("<i8").tobytes())})
     if writer.finished is not None:
         return writer.finished
     with writer:
-        for source, rows in ((old, kept), (new, np.arange(new.rows if new is not None else 0))):
+        for source in sets:
+            rows = kept if source is old else np.arange(source.rows)
             for start in range(0, len(rows), JOIN_ROWS):
-                if source is not None:
-                    _copy(source, rows[start:start + JOIN_ROWS], writer, [column.name for column in extra])
+                _copy(source, rows[start:start + JOIN_ROWS], writer, [column.name for column in extra], names)
     return FeatureSet.open(to)
 
 
-def _copy(source: FeatureSet, rows: np.ndarray, writer: FeatureWriter, extra: list[str]) -> None:
+def _copy(source: FeatureSet, rows: np.ndarray, writer: FeatureWriter, extra: list[str],
+          names: list[str] | None) -> None:
     """Append some rows (ascending) of one set to another."""
     first = int(rows[0])
     table = source.table(first, int(rows[-1]) + 1).take(pa.array(rows - first)).combine_chunks()
     labels = table.column("label").to_numpy() if source.has_labels else None
+    if labels is not None and names is not None:
+        labels = renumbered(labels, source, {name: number for number, name in enumerate(names)})
     vectors = column_matrix(table.column("vector").combine_chunks())
     writer.append(vectors, table.column("id").to_pylist(), labels, {name: table.column(name) for name in extra})
 

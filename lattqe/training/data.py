@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from lattqe.errors import LattqeError
 from lattqe.store import FeatureSet, NeighborGraph
+from lattqe.store.features import comparable_labels
 
 # Beyond this many rows the graph is a job of its own (`lattqe neighbors`), spread over a cluster.
 LARGEST_GRAPH = 200_000
@@ -94,7 +95,8 @@ def load(
     check_sets(sets)
     neighbors = None if k is None else [_neighbors(one, graphs[number] if graphs else None, k)
                                         for number, one in enumerate(sets)]
-    return join([one.read() for one in sets], [one.labels() for one in sets], neighbors, shared_labels)
+    labels = comparable_labels(*sets) if shared_labels else [one.labels() for one in sets]
+    return join([one.read() for one in sets], labels, neighbors, shared_labels)
 
 
 def check_sets(sets: list[FeatureSet]) -> None:

@@ -7,6 +7,7 @@ from lattqe.errors import LattqeError
 from lattqe.model import LAttQE
 from lattqe.model.network import VERSION
 from lattqe.store import FeatureSet, Manifest, NeighborGraph, open_place
+from lattqe.store.features import comparable_labels
 from lattqe.store.pending import claim, make_plan
 from lattqe.store.place import node_folder
 from lattqe.training.config import TrainingConfig
@@ -97,21 +98,16 @@ def check_apart(trained: FeatureSet, held_out: FeatureSet, shared_labels: bool) 
     if images:
         raise LattqeError(f"{len(images)} images of {held_out.uri} are also in {trained.uri} (id {min(images)!r}): "
                           "validate on images that training does not see")
-    names = [one.manifest.config.get("label_names", []) for one in (trained, held_out)]
+    named = trained.label_names is not None and held_out.label_names is not None
     sources = [one.manifest.inputs.get("labels", {}).get("digest") for one in (trained, held_out)]
-    classes: set[str] | set[int] = set()
-    if all(names):
-        classes = _names(trained, names[0]) & _names(held_out, names[1])
-    elif shared_labels or (sources[0] is not None and sources[0] == sources[1]):
-        classes = set(trained.labels().tolist()) & set(held_out.labels().tolist())
+    if not named and not shared_labels and (sources[0] is None or sources[0] != sources[1]):
+        return
+    classes = set.intersection(*({label for label in set(labels.tolist()) if label >= 0}
+                                 for labels in comparable_labels(trained, held_out)))
     if classes:
+        one = min(classes) if trained.label_names is None else trained.label_names[min(classes)]
         raise LattqeError(f"{len(classes)} classes of {held_out.uri} are also in {trained.uri} "
-                          f"({min(classes)!r} for one): validate on classes that training does not see")
-
-
-def _names(features: FeatureSet, names: list[str]) -> set[str]:
-    """The names of the classes that occur."""
-    return {names[label] for label in set(features.labels().tolist())}
+                          f"({one!r} for one): validate on classes that training does not see")
 
 
 def _input(thing: FeatureSet | NeighborGraph) -> dict[str, str]:

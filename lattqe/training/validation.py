@@ -13,6 +13,7 @@ from lattqe.expansion.base import aggregate
 from lattqe.model import LAttQE
 from lattqe.search import knn_graph, topk
 from lattqe.store import FeatureSet
+from lattqe.store.features import comparable_labels
 from lattqe.training.team import Team
 
 BLOCK = 64  # queries expanded at once
@@ -72,7 +73,8 @@ def load_set(database: str, queries: str | None, cache: str | None = None) -> Va
         raise LattqeError(f"{inside} of the {len(rows)} queries of {asked.uri} are also in {stored.uri}: "
                           "give queries that are all in the database or all outside it")
     name = stored.uri.rstrip("/").rsplit("/", 1)[-1]
-    return ValidationSet(name, _unit(stored.read()), stored.labels(), _unit(asked.read()), asked.labels(),
+    labels, query_labels = comparable_labels(stored, asked)
+    return ValidationSet(name, _unit(stored.read()), labels, _unit(asked.read()), query_labels,
                          rows if inside else None)
 
 

@@ -68,7 +68,7 @@ def test_a_matrix_with_ids_and_labels(run, tmp_path):
     np.testing.assert_array_equal(features.read(), unit(X))
     assert features.ids(3, 5) == ["image 3", "image 4"]
     assert features.labels().tolist() == [0, 1] * 20
-    assert features.manifest.config["label_names"] == ["a", "b"]
+    assert features.label_names == features.manifest.fields["label_names"] == ["a", "b"]
     assert set(features.manifest.inputs) == {"source-0", "ids", "labels"}
 
 
