@@ -24,6 +24,8 @@ class Verb:
 VERBS = (
     Verb("extract", "jobs.extract", "images → a feature set",
          "lattqe extract photos --checkpoint net.pth --to features"),
+    Verb("dataset", "jobs.dataset", "published files of a data set → feature sets, checked",
+         "lattqe dataset revisited published --to data"),
     Verb("import", "jobs.import_", "foreign files → a feature set", "lattqe import vectors.npy --to features"),
     Verb("whiten", "jobs.whiten", "learn a whitening, apply it to features",
          "lattqe whiten learn features --to whitening"),

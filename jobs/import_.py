@@ -15,7 +15,7 @@ BLOCK_ROWS = 8192
 def main(
     sources: list[str] = typer.Argument(help="files, joined in this order; s3:// works too"),
     to: str = typer.Option(..., "--to", help="where the feature set goes: a folder or s3://bucket/prefix"),
-    ids: str | None = typer.Option(None, help="ids of all rows: .npy, .txt or .csv"),
+    ids: str | None = typer.Option(None, help="ids of all rows: .npy, .txt, .csv, or gnd_*.pkl (imlist or qimlist)"),
     labels: str | None = typer.Option(None, help="labels of all rows: .npy, .txt or .csv; numbers or text"),
     key: str | None = typer.Option(None, help="which array or column, e.g. X or Q of a .mat file"),
     transposed: bool | None = typer.Option(

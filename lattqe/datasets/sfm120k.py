@@ -36,6 +36,14 @@ class SfmHalf:
         """Relevant is what has the query's cluster; the query itself is taken out. One query for each distinct row."""
         return LabelTruth(self.labels, query_rows=np.unique(self.query_rows))
 
+    def positives_of_rows(self) -> list[list[str]]:
+        """For each row the ids of its published positives; none for rows that are no queries."""
+        positives: list[list[str]] = [[] for _ in self.ids]
+        for query, positive in zip(self.query_rows.tolist(), self.positive_rows.tolist()):
+            if self.ids[positive] not in positives[query]:
+                positives[query].append(self.ids[positive])
+        return positives
+
 
 def load_sfm120k(path: str | Path, half: str) -> SfmHalf:
     """Read and check one half, 'train' or 'val', of the published pickle."""

@@ -1,6 +1,7 @@
 """Ids and labels: from values of any kind to text and to int32, and from the files that stand beside a matrix."""
 
 import csv
+import json
 from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,31 @@ def as_labels(values: Any, name: str) -> Labels:
     return _int32(numbers, name)
 
 
-def read_ids(path: str | Path) -> list[str]:
-    """Read ids from .npy, .txt (one on a line) or .csv."""
+def read_ids(path: str | Path, rows: int | None = None) -> list[str]:
+    """Read ids from .npy, .txt (one on a line), .csv, or a ground truth whose imlist or qimlist has `rows` names."""
+    if Path(path).suffix.lower() in (".pkl", ".json"):
+        return as_ids(_names_of_ground_truth(Path(path), rows), str(path))
     return as_ids(_read_column(Path(path), ("id", "ids")), str(path))
+
+
+def _names_of_ground_truth(path: Path, rows: int | None) -> Any:
+    """The list of a revisited ground truth that names so many rows."""
+    from lattqe.formats.pickle_file import load
+
+    check_file(path)
+    with decoding(path, "ground truth"):
+        content = json.loads(path.read_text("utf-8")) if path.suffix.lower() == ".json" else load(path)
+    lists = {key: content.get(key) for key in ("imlist", "qimlist")} if isinstance(content, dict) else {}
+    sizes = {key: len(names) for key, names in lists.items() if isinstance(names, list | tuple)}
+    if len(sizes) != 2:
+        raise LattqeError(f"{path} is no ground truth with imlist and qimlist: ids are read from one of those, or from "
+                          ".npy, .txt and .csv")
+    fitting = [key for key, size in sizes.items() if size == rows]
+    if len(fitting) != 1:
+        raise LattqeError(f"{path} names {sizes['imlist']:,} images (imlist) and {sizes['qimlist']:,} queries "
+                          f"(qimlist), and there are {rows:,} rows: "
+                          + ("write the names that you mean into a .txt file" if fitting else "give all of one list"))
+    return lists[fitting[0]]
 
 
 def read_labels(path: str | Path) -> Labels:

@@ -146,6 +146,11 @@ class ImportSource:
     _parts: list["_File"]
     _mask: np.ndarray | None
 
+    @property
+    def has_ids(self) -> bool:
+        """Whether every file brings ids of its own, or a file of ids was given."""
+        return all(part.ids is not None or part.reader.has_ids for part in self._parts)
+
     def blocks(self, size: int) -> Iterator[RowBlock]:
         """Yield at most `size` rows: vectors (n, dim) of floats, ids, labels (n,) int32 or None."""
         first = 0
@@ -207,7 +212,8 @@ def open_source(
 ) -> ImportSource:
     """Open foreign files as one source; nothing is read yet but headers, ids and labels.
 
-    `ids` and `labels` are files (.npy, .txt, .csv) with one entry for each row of all files together. `columns` keeps
+    `ids` and `labels` are files (.npy, .txt, .csv) with one entry for each row of all files together; `ids` may be a
+    revisited ground truth (.pkl, .json), whose imlist or qimlist is taken by its length. `columns` keeps
     the first so many; `rows` ("A:B") and `select` (see `selected_rows`) keep some rows, numbered over all files.
     """
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
@@ -258,7 +264,7 @@ def _parts(
     readers: Sequence[Reader], stems: Sequence[str], ids: str | Path | None, labels: str | Path | None, total: int
 ) -> list[_File]:
     """Give each file its share of the ids and labels."""
-    all_ids = None if ids is None else read_ids(ids)
+    all_ids = None if ids is None else read_ids(ids, total)
     all_labels = None if labels is None else read_labels(labels)
     if all_ids is not None:
         check_count(all_ids, total, str(ids), "ids")
