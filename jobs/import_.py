@@ -18,6 +18,8 @@ def main(
     ids: str | None = typer.Option(None, help="ids of all rows: .npy, .txt, .csv, or gnd_*.pkl (imlist or qimlist)"),
     labels: str | None = typer.Option(None, help="labels of all rows: .npy, .txt or .csv; numbers or text"),
     key: str | None = typer.Option(None, help="which array or column, e.g. X or Q of a .mat file"),
+    ids_key: str | None = typer.Option(None, help="which column or array of the files themselves has the ids"),
+    labels_key: str | None = typer.Option(None, help="which column or array of the files themselves has the labels"),
     transposed: bool | None = typer.Option(
         None, "--transposed/--no-transposed", help="columns are images, or rows; else as docs/import.md says"
     ),
@@ -37,6 +39,9 @@ def main(
     from lattqe.formats import open_source
     from lattqe.formats.source import local_files
 
+    for option, file, name in (("ids", ids, ids_key), ("labels", labels, labels_key)):
+        if file is not None and name is not None:
+            raise LattqeError(f"--{option} and --{option}-key both name the {option}: give one of them")
     conditions = [_split_condition(condition) for condition in select]
     files = {f"source-{number}": name for number, name in enumerate(sources)}
     files |= {role: name for role, name in (("ids", ids), ("labels", labels)) if name is not None}
@@ -44,8 +49,8 @@ def main(
     with local_files(files) as local:
         source = open_source(
             [local[f"source-{number}"] for number in range(len(sources))],
-            ids=local.get("ids"), labels=local.get("labels"), key=key, transposed=transposed,
-            columns=columns, rows=rows,
+            ids=local.get("ids"), labels=local.get("labels"), key=key, ids_key=ids_key, labels_key=labels_key,
+            transposed=transposed, columns=columns, rows=rows,
             select=[local[f"select-{number}"] + value for number, (_, value) in enumerate(conditions)],
         )  # fmt: skip
         for note in source.notes:
@@ -54,6 +59,7 @@ def main(
             "job": "import", "key": key, "transposed": transposed, "columns": columns, "rows": rows,
             "select": [Path(name).name + value for name, value in conditions], "skip_bad": skip_bad,
         }  # fmt: skip
+        config |= {name: value for name, value in (("ids_key", ids_key), ("labels_key", labels_key)) if value}
         result = _write(source, to, dtype, skip_bad, config, _inputs(files, local))
     if json:
         print_json({**result, "notes": source.notes})

@@ -15,14 +15,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from lattqe.errors import AlreadyExistsError, LattqeError
+from lattqe.errors import LattqeError
 from lattqe.extraction.pipeline import DescribedBlock
 from lattqe.extraction.sources import ImageEntry, ImageList
 from lattqe.store import Manifest, Pending, features_schema, find_manifest, open_place, part_row_counts, row_bytes
 from lattqe.store.features import normalised
-from lattqe.store.manifest import WORK
 from lattqe.store.parts import StoredRows
-from lattqe.store.pending import clean_up, differences, read_plan
+from lattqe.store.pending import clean_up, read_plan, refuse_foreign_files, refuse_other
 from lattqe.store.tables import matrix_column
 
 STAGE = "_work/blocks"
@@ -78,10 +77,7 @@ class Destination:
                  "config": {key: value for key, value in config.items() if key != "skipped"}}
         here = {"kind": "features", "dim": self.dim, "dtype": self.dtype, "inputs": dict(self.inputs),
                 "config": dict(self.config)}
-        found = differences(here, there)
-        if found:
-            raise AlreadyExistsError(f"{self.uri} holds {what} that differs: {'; '.join(found[:5])}: "
-                                     "choose another destination or delete it")
+        refuse_other(open_place(self.uri), there, here, what)
 
     def begin(self, images: ImageList) -> Pending:
         """Claim the destination's blocks, or join those who make the same; the list is stored for the workers.
@@ -93,10 +89,7 @@ class Destination:
         if plan is not None:
             self._refuse_other(plan["kind"], plan["fields"], plan["config"], plan["inputs"], "an unfinished artifact")
         else:
-            strange = [name for name in place.list() if not name.startswith((WORK, "."))]
-            if strange:
-                raise AlreadyExistsError(f"{self.uri} holds other files ({strange[0]}): choose a destination that is "
-                                         "empty")
+            refuse_foreign_files(place)
         pending = Pending.begin(self.stage_uri, DescribedImages.kind, {"dim": self.dim, "dtype": self.dtype},
                                 block_rows(len(images)), self.config, self.inputs,
                                 schema=_stage_schema(self.dim, self.dtype))

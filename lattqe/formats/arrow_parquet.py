@@ -28,8 +28,9 @@ class BatchReader(Reader):
         if len(set(schema.names)) != len(schema.names):
             raise LattqeError(f"{name} has two columns of the same name")
         self._vector = _choose_vector(name, schema, options.key)
-        self._id = next((column for column in ID_NAMES if column in schema.names), None)
-        self._label = next((column for column in LABEL_NAMES if column in schema.names), None)
+        self._id = _choose_column(name, schema, ID_NAMES, options.ids_key)
+        self._label = _choose_column(name, schema, LABEL_NAMES, options.labels_key)
+        self.notes = _unused(schema, {self._vector, self._id, self._label})
         self.has_ids = self._id is not None
         if self._label:
             self.labels = int if pa.types.is_integer(_plain(schema.field(self._label).type)) else str
@@ -103,6 +104,22 @@ def _choose_vector(name: str, schema: pa.Schema, key: str | None) -> str:
     if lists:
         raise LattqeError(f"{name} has several columns of vectors, {', '.join(lists[:8])}: choose one by --key NAME")
     raise LattqeError(f"{name} has no column of vectors (lists of numbers); it has {', '.join(schema.names[:8])}")
+
+
+def _choose_column(name: str, schema: pa.Schema, usual: tuple[str, ...], key: str | None) -> str | None:
+    """The column of ids or labels: the one asked for, or the first with a usual name."""
+    if key is not None and key not in schema.names:
+        raise LattqeError(f"{name} has no column {key!r}; it has {', '.join(schema.names[:8])}")
+    return key or next((column for column in usual if column in schema.names), None)
+
+
+def _unused(schema: pa.Schema, used: set[str | None]) -> list[str]:
+    """A note about columns that are left out, and the options that would use them."""
+    left = [column for column in schema.names if column not in used]
+    if not left:
+        return []
+    shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
+    return [f"not used: {shown} (--ids-key NAME takes ids from a column, --labels-key NAME labels, --key NAME vectors)"]
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:

@@ -8,7 +8,7 @@ space of size 0 keeps it busy for ever (HDF5 2.0). Here every number is compared
 import math
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,9 +113,10 @@ class StoredMatrix:
 
 def open_hdf5(path: Path, options: Options) -> MatrixReader:
     """Open a dataset with a row for each image; ids and labels are taken from datasets of these names."""
-    contents = datasets(path)
-    key = options.key.strip("/") if options.key else None
-    options = Options(key, bool(options.transposed))
+    given = (options.key, options.ids_key, options.labels_key)
+    key, ids, labels = (name.strip("/") if name else None for name in given)
+    contents = datasets(path, {name for name in (ids, labels) if name})
+    options = Options(key, bool(options.transposed), ids, labels)
     return open_named(str(path), contents, options, kind="HDF5", columns_are_images=False)
 
 
@@ -126,15 +127,15 @@ def is_hdf5(path: Path) -> bool:
     return bool(h5py.is_hdf5(path))
 
 
-def datasets(path: Path) -> dict[str, Any]:
-    """Return the file's datasets by path: ids and labels as whole arrays, others to be read by slices."""
+def datasets(path: Path, columns: Collection[str] = ()) -> dict[str, Any]:
+    """Return the file's datasets by path: ids, labels and `columns` as whole arrays, others to be read by slices."""
     import h5py
 
     found: dict[str, Any] = {}
 
     def visit(name: str, item: Any) -> None:  # visits hard links only: soft and external ones can lead anywhere
         if isinstance(item, h5py.Dataset) and item.shape is not None:
-            is_column = name in (*ID_NAMES, *LABEL_NAMES) and len(item.shape) == 1
+            is_column = name in (*ID_NAMES, *LABEL_NAMES, *columns) and len(item.shape) == 1
             found[name] = _column(path, item) if is_column else StoredMatrix(path, item)
 
     h5py.File(path, "r").visititems(visit)

@@ -151,7 +151,7 @@ def _packed(path: Path, offset: int, size: int, unpacked: int, variable: Variabl
 def open_mat(path: Path, options: Options) -> MatrixReader:
     """Open a variable whose columns are images (`--no-transposed`: whose rows are)."""
     contents = _contents_73(path) if is_hdf5(path) else read_variables(path)
-    for name in LABEL_NAMES:
+    for name in {*LABEL_NAMES, options.ids_key, options.labels_key}:
         if name in contents and 1 in contents[name].shape:
             contents[name] = _column(contents[name])
     return open_named(str(path), contents, options, kind=".mat", columns_are_images=True)

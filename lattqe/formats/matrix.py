@@ -162,8 +162,8 @@ def open_named(
     if transposed and len(matrix.shape) == 2:
         matrix = Transposed(matrix)
     rows = matrix.shape[0] if len(matrix.shape) == 2 else 0
-    ids, id_note = _beside(contents, ID_NAMES, rows)
-    labels, label_note = _beside(contents, LABEL_NAMES, rows)
+    ids, id_note = _beside(contents, ID_NAMES, rows, options.ids_key, name)
+    labels, label_note = _beside(contents, LABEL_NAMES, rows, options.labels_key, name)
     return MatrixReader(
         f"{name}: {chosen}" if chosen else name,
         matrix,
@@ -199,8 +199,13 @@ def _is_matrix(value: Any) -> bool:
     return len(getattr(value, "shape", ())) == 2 and is_numeric(value.dtype)
 
 
-def _beside(contents: Mapping[str, Any], names: tuple[str, ...], rows: int) -> tuple[str | None, list[str]]:
+def _beside(contents: Mapping[str, Any], names: tuple[str, ...], rows: int, key: str | None,
+            file: str) -> tuple[str | None, list[str]]:
     """Find ids or labels among the arrays; those of another length are left out, and that is said."""
+    if key is not None:
+        if not isinstance(contents.get(key), (list, tuple, np.ndarray)):
+            raise LattqeError(f"{file} holds no column {key!r} of text or whole numbers; it holds {_listing(contents)}")
+        return key, []
     for name in names:
         value = contents.get(name)
         if isinstance(value, (list, tuple, np.ndarray)):

@@ -16,6 +16,7 @@ MAX_HEADER = 10_000  # characters; what numpy itself trusts
 
 def open_npy(path: Path, options: Options) -> MatrixReader:
     """Open a matrix of vectors."""
+    options.refuse_column_names(path, "holds one array")
     offset, shape, fortran, dtype = read_header(path)
     check_matrix(str(path), shape[::-1] if options.transposed else shape, dtype)
     if fortran:
@@ -79,6 +80,7 @@ class FvecsReader(Reader):
 
 def open_fvecs(path: Path, options: Options) -> Reader:
     """Open a .fvecs file; it can only be read row by row."""
+    options.refuse_column_names(path, "holds one matrix")
     if options.transposed:
         raise LattqeError(f"{path}: a .fvecs file has one image in each row; leave out --transposed")
     return FvecsReader(path)

@@ -91,6 +91,7 @@ def _is_image_to_vector(value: dict[Any, Any]) -> bool:
 
 
 def _rows_by_name(path: Path, value: dict[Any, Any], options: Options, kind: str) -> MatrixReader:
+    options.refuse_column_names(path, "maps each image to its vector")
     if options.transposed:
         raise LattqeError(f"{path} maps each image to its vector; leave out --transposed")
     ids, notes = as_ids(list(value), str(path)), ["the keys are taken for ids"]

@@ -29,10 +29,18 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user may say about a file: which of its arrays, and whether columns (True) or rows are images."""
+    """What the user may say about a file: which array is what, and whether columns (True) or rows are images."""
 
     key: str | None = None
     transposed: bool | None = None
+    ids_key: str | None = None  # the array or column with ids; None: one with a usual name
+    labels_key: str | None = None
+
+    def refuse_column_names(self, path: object, why: str) -> None:
+        """Refuse names of columns for a file that has none."""
+        for option, name in (("--ids-key", self.ids_key), ("--labels-key", self.labels_key)):
+            if name is not None:
+                raise LattqeError(f"{path} {why}: leave out {option}, or give a file by {option.removesuffix('-key')}")
 
 
 class Reader(ABC):

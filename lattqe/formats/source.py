@@ -205,6 +205,8 @@ def open_source(
     ids: str | Path | None = None,
     labels: str | Path | None = None,
     key: str | None = None,
+    ids_key: str | None = None,
+    labels_key: str | None = None,
     transposed: bool | None = None,
     columns: int | None = None,
     rows: str | None = None,
@@ -213,13 +215,14 @@ def open_source(
     """Open foreign files as one source; nothing is read yet but headers, ids and labels.
 
     `ids` and `labels` are files (.npy, .txt, .csv) with one entry for each row of all files together; `ids` may be a
-    revisited ground truth (.pkl, .json), whose imlist or qimlist is taken by its length. `columns` keeps
+    revisited ground truth (.pkl, .json), whose imlist or qimlist is taken by its length. `ids_key` and `labels_key`
+    name columns or arrays of the files themselves. `columns` keeps
     the first so many; `rows` ("A:B") and `select` (see `selected_rows`) keep some rows, numbered over all files.
     """
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
     if not paths:
         raise LattqeError("there is nothing to import: give at least one file")
-    readers = [open_reader(path, Options(key, transposed)) for path in paths]
+    readers = [open_reader(path, Options(key, transposed, ids_key, labels_key)) for path in paths]
     _check_dims(readers)
     total = sum(reader.rows for reader in readers)
     dim = readers[0].dim

@@ -10,7 +10,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def open_torch(path: Path, options: Options) -> MatrixReader:
         raise LattqeError(f"{path} is not a file of torch 1.6 or newer: load it and torch.save it again")
     with zipfile.ZipFile(path) as archive:
         value = TorchFile(path, archive).value()
-    return open_contents(path, value, Options(options.key, bool(options.transposed)), "torch")
+    return open_contents(path, value, replace(options, transposed=bool(options.transposed)), "torch")
 
 
 class TorchFile:

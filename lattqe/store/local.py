@@ -215,6 +215,10 @@ class LocalPlace(Place):
                     if _abandoned(path):
                         self._remove(path)
 
+    def is_file(self) -> bool:
+        """Whether the address is that of a file, not of a folder."""
+        return os.path.isfile(self.path)  # False where that may not be known
+
     def remove_if_empty(self) -> None:
         """Remove the folder where nothing is in it."""
         with suppress(OSError):

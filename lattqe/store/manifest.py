@@ -205,8 +205,12 @@ def find_manifest(place: Place) -> Manifest | None:
 
 def read_manifest(place: Place, kind: str | None = None) -> Manifest:
     """The manifest of an artifact that must exist and, where `kind` is given, be of that kind."""
-    manifest = find_manifest(place)
+    manifest = None if place.is_local and place.is_file() else find_manifest(place)
     if manifest is None:
+        if place.is_file():
+            hint = f"import it first: lattqe import {place.uri} --to FEATURES" if kind in (None, "features") \
+                else f"{describe_kind(kind)} is needed here"
+            raise LattqeError(f"{place.uri} is a file, not an artifact: {hint}")
         if place.exists(PLAN):
             raise LattqeError(f"{place.uri} is not finished: run the command that was writing it again")
         raise LattqeError(f"there is no finished artifact at {place.uri} (no {NAME} there)")

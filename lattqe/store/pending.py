@@ -49,21 +49,31 @@ def claim(place: Place, plan: dict[str, Any]) -> Manifest | None:
     finished = find_manifest(place)
     if finished is not None:
         there = {key: getattr(finished, key) for key in ("kind", "fields", "config", "inputs")}
-        _refuse_other(place, there, {key: plan[key] for key in there}, "a finished artifact")
+        refuse_other(place, there, {key: plan[key] for key in there}, "a finished artifact")
         clean_up(place)
         return finished
-    names = place.list()
-    strange = [name for name in names if "/" not in name and not name.startswith(".")]
-    if strange and PLAN not in names and NAME not in names:
-        raise AlreadyExistsError(f"{place.uri} holds other files ({strange[0]}): choose a destination that is empty")
+    refuse_foreign_files(place)
     try:
         place.create(PLAN, canonical_json(plan))
     except AlreadyExistsError:
         standing = read_plan(place)
         if standing is None:  # finished and cleaned up between our two looks
             return claim(place, plan)
-        _refuse_other(place, standing, plan, "an unfinished artifact")
+        refuse_other(place, standing, plan, "an unfinished artifact")
     return None
+
+
+def refuse_foreign_files(place: Place) -> None:
+    """A destination is empty, or holds what lattqe made: no folder of photographs gets a manifest."""
+    names = place.list()
+    if PLAN in names or NAME in names:
+        return
+    # Artifacts below this one (the graph in an index) may be there first, finished or in the making.
+    made = tuple(name.removesuffix(end) for name in names for end in (f"/{NAME}", f"/{PLAN}") if name.endswith(end))
+    own = (WORK, ".", *(f"{folder}/" for folder in made))
+    foreign = [name for name in names if not name.startswith(own)]
+    if foreign:
+        raise AlreadyExistsError(f"{place.uri} holds other files ({foreign[0]}): choose a destination that is empty")
 
 
 def read_plan(place: Place) -> dict[str, Any] | None:
@@ -77,12 +87,14 @@ def read_plan(place: Place) -> dict[str, Any] | None:
     return plan
 
 
-def _refuse_other(place: Place, there: dict[str, Any], plan: dict[str, Any], what: str) -> None:
-    found = differences(plan, there)
+def refuse_other(place: Place, there: dict[str, Any], plan: dict[str, Any], what: str) -> None:
+    """AlreadyExistsError with the first difference, where what is `there` is not what the plan wants."""
+    # What follows from the others comes last.
+    found = sorted(differences(plan, there), key=lambda line: line.startswith(("fields.columns", "part_rows", "code_")))
     if found:
-        raise AlreadyExistsError(
-            f"{place.uri} holds {what} that differs: {'; '.join(found[:5])}{'; ...' if len(found) > 5 else ''}: "
-            "choose another destination or delete it")
+        more = f" (and {len(found) - 1} more differences)" if len(found) > 1 else ""
+        raise AlreadyExistsError(f"{place.uri} holds {what} that differs: {found[0]}{more}: choose another destination "
+                                 "or delete it")
 
 
 def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:

@@ -126,6 +126,10 @@ class Place(ABC):
         """Remove what killed writers left half done (temporary files, abandoned uploads), not what live ones do."""
 
     @abstractmethod
+    def is_file(self) -> bool:
+        """Whether the address is that of a file, not of a folder."""
+
+    @abstractmethod
     def remove_if_empty(self) -> None:
         """Remove the folder itself where the storage has folders and nothing is in it."""
 

@@ -221,6 +221,11 @@ class S3Place(Place):
 
         self._try("clean up", "", attempt)
 
+    def is_file(self) -> bool:
+        """Whether there is an object of the very name of the prefix."""
+        parent, _, name = self.prefix.rpartition("/")
+        return bool(name) and S3Place(self.bucket, parent).exists(name)
+
     def remove_if_empty(self) -> None:
         """Nothing to do: an empty prefix does not exist."""
 

@@ -1,9 +1,13 @@
 """Several files as one: order, ids, labels, and which rows and columns are kept."""
 
+import pickle
+
+import h5py
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import scipy.io
 
 from lattqe.errors import LattqeError
 from lattqe.formats import open_source
@@ -193,3 +197,47 @@ def test_labels_that_cannot_be(files, tmp_path, values, words):
     np.save(tmp_path / "labels.npy", values, allow_pickle=True)
     with pytest.raises(LattqeError, match=words):
         open_source(files, labels=tmp_path / "labels.npy")
+
+
+def test_columns_by_name_and_those_not_used(tmp_path):
+    vectors = pa.array(X.tolist(), pa.list_(pa.float32()))
+    names = [f"photo {row}" for row in range(len(X))]
+    classes = [("bee", "ant")[row % 2] for row in range(len(X))]
+    pq.write_table(pa.table({"filename": names, "vector": vectors, "class": classes}), tmp_path / "x.parquet")
+    plain = open_source(tmp_path / "x.parquet")
+    assert not plain.has_labels
+    (note,) = plain.notes
+    assert "not used: filename, class (--ids-key NAME takes ids" in note
+    source = open_source(tmp_path / "x.parquet", ids_key="filename", labels_key="class")
+    assert source.notes == []
+    (block,) = source.blocks(100)
+    assert block.ids == names
+    assert [source.label_names[label] for label in block.labels] == classes
+    with pytest.raises(LattqeError, match="has no column 'klass'; it has filename, vector, class"):
+        open_source(tmp_path / "x.parquet", labels_key="klass")
+
+
+@pytest.mark.parametrize("ending", [".h5", ".pkl", ".mat"])
+def test_arrays_by_name(tmp_path, ending):
+    path = tmp_path / f"x{ending}"
+    numbers = np.arange(len(X)) % 3
+    if ending == ".h5":
+        with h5py.File(path, "w") as file:
+            file["vectors"], file["meta/class"] = X, numbers
+    elif ending == ".pkl":
+        path.write_bytes(pickle.dumps({"vectors": X, "class": numbers.tolist()}))
+    else:
+        scipy.io.savemat(path, {"X": X.T, "class": numbers.astype(float)})
+    source = open_source(path, labels_key="/meta/class" if ending == ".h5" else "class")
+    (block,) = source.blocks(100)
+    np.testing.assert_array_equal(block.labels, numbers)
+    with pytest.raises(LattqeError, match="holds no column 'klass'"):
+        open_source(path, labels_key="klass")
+
+
+def test_files_without_names_take_none(files, tmp_path):
+    with pytest.raises(LattqeError, match=r"holds one array: leave out --ids-key, or give a file by --ids"):
+        open_source(files[0], ids_key="name")
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps({f"image {row}": x for row, x in enumerate(X)}))
+    with pytest.raises(LattqeError, match=r"maps each image to its vector: leave out --labels-key"):
+        open_source(tmp_path / "x.pkl", labels_key="class")

@@ -80,7 +80,7 @@ def test_what_cannot_be_opened(run, tmp_path, job):
     (tmp_path / "file").write_text("x")
     code, _, err = run(job, tmp_path / "file")
     assert code == 2
-    assert "cannot read" in err
+    assert "is a file, not an artifact: import it first" in err
 
 
 @pytest.mark.parametrize("kind", ["features", "neighbors", "ranks", "model"])

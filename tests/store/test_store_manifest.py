@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lattqe.errors import CorruptDataError, LattqeError
-from lattqe.store import FeatureSet, FeatureWriter, Manifest, NeighborGraph, Part, check_input_kind
+from lattqe.store import FeatureSet, FeatureWriter, Manifest, NeighborGraph, Part, check_input_kind, open_artifact
 from lattqe.store.manifest import MAX_BYTES, canonical_json, checksum, parse_manifest, plain_json
 
 MANIFEST = Manifest("features", 5, (Part("part-00000.arrow", 3, 100, "ab"), Part("part-00001.arrow", 2, 90, "cd")),
@@ -167,3 +167,12 @@ def test_json_that_cannot_be():
     for value in ({"a": float("inf")}, {"a": {1, 2}}, {"a": object()}):
         with pytest.raises(LattqeError, match="it cannot be stored as JSON"):
             plain_json(value, "it")
+
+
+def test_a_raw_file_is_to_be_imported_first(tmp_path):
+    np.save(tmp_path / "x.npy", np.eye(3))
+    for opened in (FeatureSet.open, open_artifact):
+        with pytest.raises(LattqeError, match=r"x\.npy is a file, not an artifact: import it first: lattqe"):
+            opened(str(tmp_path / "x.npy"))
+    with pytest.raises(LattqeError, match=r"is a file, not an artifact: a neighbor graph .* is needed here"):
+        NeighborGraph.open(str(tmp_path / "x.npy"))

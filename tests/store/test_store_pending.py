@@ -260,3 +260,24 @@ def test_bytes_of_a_row():
     assert row_bytes("neighbors", {"k": 10}) == 80
     with pytest.raises(LattqeError, match="nothing to store"):
         part_row_counts(0, 10)
+
+
+def test_a_folder_that_lattqe_did_not_make_is_refused(tmp_path):
+    """Also where its files lie deeper, as photographs do; what lattqe made below a destination may be there."""
+    (tmp_path / "photos" / "cats").mkdir(parents=True)
+    (tmp_path / "photos" / "cats" / "1.jpg").write_bytes(b"\xff\xd8")
+    with pytest.raises(AlreadyExistsError, match=r"holds other files \(cats/1\.jpg\): choose"):
+        begin(str(tmp_path / "photos"))
+    assert [path.name for path in (tmp_path / "photos").rglob("*")] == ["cats", "1.jpg"]
+    inner = begin(str(tmp_path / "index" / "neighbors"))
+    begin(str(tmp_path / "index"))  # the inner one is in the making
+    assert inner.missing()
+    complete(tmp_path / "other" / "neighbors")
+    (tmp_path / "other" / ".DS_Store").write_bytes(b"")
+    begin(str(tmp_path / "other"))
+
+
+def test_the_first_difference_is_told(tmp_path):
+    begin(str(tmp_path / "there"), config={"k": 3, "a": 1})
+    with pytest.raises(AlreadyExistsError, match=r"differs: config\.a: 1 there, 2 here \(and 1 more diff"):
+        begin(str(tmp_path / "there"), config={"k": 4, "a": 2})
