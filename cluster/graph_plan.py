@@ -18,6 +18,7 @@ from cluster.lists import MAX_BLOCKS
 from cluster.session import gpus_available, only_this_machine, require_resources
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.search.pairing import Pair
+from lattqe.search.topk import capacity_for
 from lattqe.store import FeatureSet, NeighborGraph, Place, open_place
 from lattqe.store.place import absolute, node_folder
 
@@ -241,7 +242,7 @@ def bytes_per_row(dim: int, k: int, itemsize: int) -> int:
     As stored and widened to float32, half as much again for a third block that stays from before; its candidates,
     their exact scores, and its lists while they are read and merged.
     """
-    return 3 * dim * (itemsize + 4) // 2 + 8 * max(4 * k, 64) + 8 * k + 4 * 12 * k
+    return 3 * dim * (itemsize + 4) // 2 + 8 * capacity_for(k) + 8 * k + 4 * 12 * k
 
 
 def worker_budget(workers: int, device_bytes: int | None) -> int:

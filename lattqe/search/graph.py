@@ -1,4 +1,10 @@
-"""The kNN graph of a set with itself: each pair of blocks is multiplied once and feeds both sides' running top-k."""
+"""The kNN graph of a set with itself: each pair of blocks is multiplied once and feeds both sides' running top-k.
+
+A block's tiles are every T-th row of it, so that each is a fair sample of the whole, however the rows are ordered (a
+collection's classes often stand together). A row's first tile then tells what its k-th best of all will about be:
+below that guess nothing is kept, which leaves some two candidates for each neighbor instead of six. A guess that
+proves too high costs a search of that one row.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +15,19 @@ import torch
 
 from lattqe.errors import LattqeError
 from lattqe.search.exact import merge, published
-from lattqe.search.pairing import Clock, all_pairs, in_threads, run_pairs
+from lattqe.search.pairing import Clock, all_pairs, in_lanes, in_threads, run_pairs
 from lattqe.search.products import Block, Products, lanes_on
 from lattqe.search.rows import Rows, check_rows, row_range, tiles
-from lattqe.search.topk import RunningTopK
+from lattqe.search.topk import RunningTopK, capacity_for, search_block
 
 WIDE_BYTES = 256 << 20  # of one block's float32 copy
-CANDIDATE_BYTES = 128 << 20  # of one block's running top-k
+CANDIDATE_BYTES = 384 << 20  # of one block's running top-k
+GUESS_DEVIATIONS = 3  # how far above the expected rank in a sample a guess is taken: about one in 500 is too high
 FINISH_ROWS = 1024  # scored and merged at once by one thread
 MIRROR_DIM = 384  # from which on looking a pair up in the other's list is cheaper than scoring it again
+
+
+Redone = Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]  # row numbers, their scores, their ids
 
 
 @dataclass
@@ -74,14 +84,14 @@ def knn_graph(xb: Rows, k: int, *, device: torch.device | None = None, block_row
 
 def rows_per_block(dim: int, k: int, copied: bool = True) -> int:
     """How many rows fit the memory of one block; rows that are not copied count for their candidates only."""
-    rows = CANDIDATE_BYTES // (max(4 * k, 64) * 8)
+    rows = CANDIDATE_BYTES // (8 * capacity_for(k))
     return max(min(rows, WIDE_BYTES // (4 * max(dim, 1))) if copied else rows, 1)
 
 
 def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Products], clock: Clock) -> Lists:
     """Compare a block with itself: diagonal tiles first, so that every row has a threshold, then one triangle."""
     running = RunningTopK(rows, rows, lists.ids.shape[1], _known(lists))
-    cuts = list(tiles(len(rows), tile_rows(len(rows), lanes)))
+    cuts = samples(len(rows), tile_rows(len(rows), lanes))
 
     def compare(products: Products, pair: tuple[int, int]) -> None:
         a, b = pair
@@ -89,7 +99,18 @@ def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Pr
 
     run_pairs(all_pairs(len(cuts)), compare, lanes)
     _score(running, None, clock)
-    return _merge(running, lists, first_row, clock)
+    return _merge(running, lists, first_row, clock, _search_again(rows, running, lanes, clock))
+
+
+def _search_again(rows: Block, running: RunningTopK, lanes: Sequence[Products], clock: Clock) -> Redone:
+    """Search the rows whose guessed threshold was too high: their numbers, and their lists."""
+    again = running.unproven()
+    with clock("searching again"):
+        parts = [again[start:stop] for start, stop in tiles(len(again), max(-(-len(again) // len(lanes)), FINISH_ROWS))]
+        found = in_lanes(lambda products, part: search_block(rows.take(part), rows, running.k, products, part),
+                         parts, lanes)
+    clock.count("products", len(again) * len(rows))
+    return [(part, *lists) for part, lists in zip(parts, found)]
 
 
 def compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: Lists, first_row: int,
@@ -102,8 +123,8 @@ def compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: L
     k = lists.ids.shape[1]
     running = RunningTopK(rows, visitors, k, _known(lists))
     returning = RunningTopK(visitors, rows, k, _known(visitor_lists), visitor_floor)
-    cuts = list(tiles(len(rows), tile_rows(len(rows), lanes)))
-    visiting = list(tiles(len(visitors), tile_rows(len(visitors), lanes)))
+    cuts = samples(len(rows), tile_rows(len(rows), lanes))
+    visiting = samples(len(visitors), tile_rows(len(visitors), lanes))
 
     def compare(products: Products, pair: tuple[int, int]) -> None:
         a, b = pair[0], pair[1] - len(cuts)
@@ -121,31 +142,46 @@ def tile_rows(rows: int, lanes: Sequence[Products]) -> int:
     return int(np.clip(-(-rows // (4 * len(lanes))), 256, lanes[0].tile))
 
 
-def _feed(rows: Block, visitors: Block, cut: tuple[int, int], visiting: tuple[int, int], running: RunningTopK,
+def samples(n: int, size: int) -> list[slice]:
+    """Cut 0..n into interleaved slices of at most `size`."""
+    count = -(-n // size)
+    return [slice(start, None, count) for start in range(count)]
+
+
+def _feed(rows: Block, visitors: Block, cut: slice, visiting: slice, running: RunningTopK,
           returning: RunningTopK | None, products: Products, clock: Clock) -> None:
     """Multiply one tile; offer its entries to the rows and, where there is a `returning`, to the visitors."""
-    (lo, hi), (first, last) = cut, visiting
     with clock("products"):
-        tile = products.multiply(rows.held[lo:hi], visitors.held[first:last])
-    clock.count("products", (hi - lo) * (last - first))
+        tile = products.multiply(rows.held[cut], visitors.held[visiting])
+    height, width = len(range(len(rows))[cut]), len(range(len(visitors))[visiting])
+    clock.count("products", height * width)
     with clock("selection"):
         if returning is None:  # a diagonal tile: symmetric, and a row must not find itself
-            products.blank(tile, np.arange(hi - lo), np.arange(hi - lo))
-        _lift(running, lo, hi, tile, last - first, products, columns=False)
+            products.blank(tile, np.arange(height), np.arange(height))
+            _lift(running, cut, tile, height - 1, len(rows) - 1, products)
+        else:
+            _lift(running, cut, tile, width, width, products)
+            _lift(returning, visiting, tile, height, height, products, columns=True)
+        i, j, scores = products.passing(tile, running.threshold[cut])
+        running.offer(cut, i, visiting.start + visiting.step * j, scores)
         if returning is not None:
-            _lift(returning, first, last, tile, hi - lo, products, columns=True)
-        i, j, scores = products.passing(tile, running.threshold[lo:hi])
-        running.offer(lo, i, j + first, scores)
-        if returning is not None:
-            j, i, scores = products.passing(tile, returning.threshold[first:last], columns=True)
-            returning.offer(first, j, i + lo, scores)
+            j, i, scores = products.passing(tile, returning.threshold[visiting], columns=True)
+            returning.offer(visiting, j, cut.start + cut.step * i, scores)
 
 
-def _lift(running: RunningTopK, lo: int, hi: int, tile: object, entries: int, products: Products,
-          columns: bool) -> None:
-    """Give rows without a threshold one, from the k-th best of this tile."""
-    if entries > running.k and np.isneginf(running.threshold[lo:hi]).any():
-        running.lift(lo, products.kth(tile, running.k, columns=columns))
+def _lift(running: RunningTopK, cut: slice, tile: object, entries: int, total: int, products: Products,
+          columns: bool = False) -> None:
+    """Give rows without a threshold one, from this tile, of which they see `entries` of `total`: its k-th best, or
+    what is about the k-th best of all.
+    """
+    if not np.isneginf(running.threshold[cut]).any():
+        return
+    expected = running.k * entries / max(total, 1)
+    rank = int(np.ceil(expected + GUESS_DEVIATIONS * np.sqrt(expected) + 1))
+    if rank < min(running.k, entries):
+        running.lift(cut, products.kth(tile, rank, columns=columns), guess=True)
+    elif entries >= running.k:
+        running.lift(cut, products.kth(tile, running.k, columns=columns))
 
 
 def _known(lists: Lists) -> np.ndarray | None:
@@ -167,11 +203,18 @@ def _score(running: RunningTopK, returning: RunningTopK | None, clock: Clock) ->
             clock.count("scored", sum(in_threads(side.score, _cuts(side))))
 
 
-def _merge(running: RunningTopK, lists: Lists, first_row: int, clock: Clock) -> Lists:
-    """Merge what was found into the lists, rows in parallel; the row numbers found count from `first_row`."""
+def _merge(running: RunningTopK, lists: Lists, first_row: int, clock: Clock, redone: Redone = ()) -> Lists:
+    """Merge what was found into the lists, rows in parallel; the row numbers found count from `first_row`.
+
+    `redone`: rows whose lists were found in another way.
+    """
     def merge_rows(start: int, stop: int) -> Lists:
         part = Lists(lists.scores[start:stop], lists.ids[start:stop])
-        return part.add(*running.lists(start, stop), first_row)
+        scores, ids = running.lists(start, stop)
+        for rows, better, better_ids in redone:
+            inside = (rows >= start) & (rows < stop)
+            scores[rows[inside] - start], ids[rows[inside] - start] = better[inside], better_ids[inside]
+        return part.add(scores, ids, first_row)
 
     with clock("merging"):
         parts = in_threads(merge_rows, _cuts(running))

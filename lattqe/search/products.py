@@ -9,7 +9,7 @@ One lane for each thread: its own product buffers, BLAS on one thread, so that s
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -170,6 +170,7 @@ class Block:
     held: Any
     norms: np.ndarray
     surplus: np.ndarray | None
+    found: dict[int, np.ndarray | None] = field(default_factory=dict)  # surplus duplicates by k
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -205,9 +206,17 @@ class Block:
         held = stored if self.held is self.stored else self.held[rows]
         return Block(stored, held, self.norms[rows], surplus)
 
+    def take(self, rows: np.ndarray) -> "Block":
+        """Rows (m,), copied."""
+        surplus = None if self.surplus is None else self.surplus[rows]
+        stored = self.stored[rows]
+        return Block(stored, stored if self.held is self.stored else self.held[rows], self.norms[rows], surplus)
+
     def without(self, k: int) -> "Block":
-        """The same rows, with the surplus duplicates of another k."""
-        return replace(self, surplus=surplus_rows(self.stored, k))
+        """The same rows, with the surplus duplicates of another k, which are looked for once."""
+        if k not in self.found:
+            self.found[k] = surplus_rows(self.stored, k)
+        return replace(self, surplus=self.found[k])
 
 
 @contextmanager

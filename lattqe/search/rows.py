@@ -29,8 +29,11 @@ class Pieces:
 
     def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
         if isinstance(rows, slice):
-            found = self.within(*rows.indices(len(self))[:2])
-            return found[0] if len(found) == 1 else np.concatenate(found)
+            start, stop, step = rows.indices(len(self))
+            found = self.within(start, stop)
+            if step == 1:
+                return found[0] if len(found) == 1 else np.concatenate(found)
+            rows = np.arange(start, stop, step)
         out = np.empty((len(rows), self.shape[1]), self.dtype)
         for places, piece, within in split_rows(self, rows):
             out[places] = piece[within]

@@ -3,7 +3,8 @@
 It is fed with float32 scores of known error and finished exactly. Each row has a threshold: what lies below it cannot
 be among its k best, whatever the rounding. Entries above it are appended to a small buffer; a full buffer is cut back
 to the entries that could still be among the k best. Where ties or near ties leave too many of those, the row is scored
-exactly on the spot, so nothing is ever dropped on a guess.
+exactly on the spot. A threshold may also be guessed from a sample: at the end each row tells whether its guess is
+proven by what was kept, and a row whose guess was too high is searched anew.
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ MANY_QUERIES = 256  # for each thread: fewer, and the threads share the database
 BUFFER_BYTES = 128 << 20  # of candidates, for one block of queries
 TILE_ENTRIES = 4 << 20  # of one product: with its masks it stays near the last-level cache
 RECEIVE_CHUNK = 8192  # pairs looked up at once
+SPARE = 3  # candidates that a row's buffer holds for each of its k best
 
 
 def topk(xq: np.ndarray, xb: np.ndarray, k: int, *, largest: bool = True, exclude: np.ndarray | None = None,
@@ -50,7 +52,7 @@ def best_rows(xq: np.ndarray, database: Block, k: int, lanes: Sequence[Products]
     if k < 1:
         raise LattqeError(f"k must be at least 1, got {k}")
     database = database.without(k)
-    limit = int(np.clip(BUFFER_BYTES // (max(4 * k, 64) * 8), 1, QUERY_BLOCK))
+    limit = int(np.clip(BUFFER_BYTES // (8 * capacity_for(k)), 1, QUERY_BLOCK))
     few = len(xq) < MANY_QUERIES * len(lanes)
     blocks = list(tiles(len(xq), limit if few else min(limit, -(-len(xq) // len(lanes)))))
     ranges = list(tiles(len(database), -(-len(database) // len(lanes)) if few else len(database)))
@@ -59,7 +61,7 @@ def best_rows(xq: np.ndarray, database: Block, k: int, lanes: Sequence[Products]
         first, last, start, stop = task
         queries = Block.load(xq[first:last], products, widen=True)
         hidden = None if exclude is None else np.asarray(exclude[first:last]) - first_row - start
-        scores, ids = _search_block(queries, database.part(start, stop), k, products, hidden)
+        scores, ids = search_block(queries, database.part(start, stop), k, products, hidden)
         return scores, np.where(ids < 0, -1, ids + (start + first_row)).astype(np.int32)
 
     scores, ids = np.full((len(xq), k), -np.inf), np.full((len(xq), k), -1, dtype=np.int32)
@@ -70,9 +72,12 @@ def best_rows(xq: np.ndarray, database: Block, k: int, lanes: Sequence[Products]
     return scores, ids
 
 
-def _search_block(queries: Block, database: Block, k: int, products: Products,
-                  hidden: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Search one block of queries over all tiles of the database."""
+def search_block(queries: Block, database: Block, k: int, products: Products,
+                 hidden: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Search one block of queries over all tiles of the database, but for row `hidden` (nq,) of it (-1: none).
+
+    (nq, k) float64 (-inf missing), (nq, k) int32 (-1 missing).
+    """
     running = RunningTopK(queries, database, k)
     for lo, hi in tiles(len(database), max(TILE_ENTRIES // len(queries), products.tile)):
         tile = products.multiply(queries.held, products.widen(database.held[lo:hi]))
@@ -80,9 +85,9 @@ def _search_block(queries: Block, database: Block, k: int, products: Products,
             inside = np.flatnonzero((hidden >= lo) & (hidden < hi))
             products.blank(tile, inside, hidden[inside] - lo)
         if lo == 0 and hi > k:
-            running.lift(0, products.kth(tile, k))
+            running.lift(slice(None), products.kth(tile, k))
         i, j, scores = products.passing(tile, running.threshold)
-        running.offer(0, i, j + lo, scores)
+        running.offer(slice(None), i, j + lo, scores)
     running.settle(0, len(queries))
     running.prepare_scores()
     running.score(0, len(queries))
@@ -93,7 +98,8 @@ class RunningTopK:
     """Those of the k best rows that are in `others` for each of `rows`, as far as they were offered.
 
     `known` (n, k) float64: exact scores, descending, of rows that are not in `others`; the k best are those of both.
-    `floor` (n,) float64: of scores as good k are known elsewhere. Memory: max(4 k, 64) × 8 bytes for each row.
+    `floor` (n,) float64: of scores as good k are known elsewhere. Memory: `capacity_for(k)` × 8 bytes for each row.
+    `threshold` (n,) float32: what is not above it may be left out; `proven` (n,): of which that is certain.
     """
 
     def __init__(self, rows: Block, others: Block, k: int, known: np.ndarray | None = None,
@@ -102,58 +108,67 @@ class RunningTopK:
         self.known = known
         self.rows, self.others = rows, others
         self.error = float32_error(rows.dim, rows.norms, others.norms.max(initial=0.0))
-        self.threshold = np.full(len(rows), -np.inf, dtype=np.float32)
+        self.proven = np.full(len(rows), -np.inf, dtype=np.float32)
         for least in (floor, None if known is None else known[:, -1]):
             if least is not None:
-                np.maximum(self.threshold, just_below(least - self.error), out=self.threshold)
-        capacity = max(4 * k, 64)
+                np.maximum(self.proven, just_below(least - self.error), out=self.proven)
+        self.threshold = self.proven.copy()
+        capacity = capacity_for(k)
         self._scores = np.full((len(rows), capacity), -np.inf, dtype=np.float32)
         self._ids = np.empty((len(rows), capacity), dtype=np.int32)
         self._fill = np.zeros(len(rows), dtype=np.int32)
 
-    def lift(self, start: int, kth: np.ndarray) -> None:
-        """Raise thresholds of the rows from `start`: each has k offered scores not below kth (m,) float32."""
-        stop = start + len(kth)
-        possible = just_below(kth.astype(np.float64) - 2 * self.error[start:stop])
-        np.maximum(self.threshold[start:stop], possible, out=self.threshold[start:stop])
+    def lift(self, cut: slice, kth: np.ndarray, guess: bool = False) -> None:
+        """Raise thresholds of the rows in `cut`: each has k offered scores not below kth (m,) float32, or, with
+        `guess`, will probably be offered so many.
+        """
+        possible = just_below(kth.astype(np.float64) - 2 * self.error[cut])
+        np.maximum(self.threshold[cut], possible, out=self.threshold[cut])
+        if not guess:
+            np.maximum(self.proven[cut], possible, out=self.proven[cut])
 
-    def offer(self, start: int, i: np.ndarray, j: np.ndarray, scores: np.ndarray) -> None:
-        """Take candidates: rows start + i (m,), i ascending, other rows j (m,), float32 scores (m,).
+    def offer(self, cut: slice, i: np.ndarray, j: np.ndarray, scores: np.ndarray) -> None:
+        """Take candidates: the i-th of the rows in `cut` (m,), i ascending, other rows j (m,), float32 scores (m,).
 
         Scores not above the rows' thresholds may be left out, and should be.
         """
+        start, _, step = cut.indices(len(self.rows))
         if self.others.surplus is not None:
             keep = ~self.others.surplus[j]
             i, j, scores = i[keep], j[keep], scores[keep]
         capacity = self._scores.shape[1]
         while i.size:
             rank, counts = _places(i)
-            rows = slice(start, start + len(counts))
-            slot = self._fill[rows][i] + rank
-            self._fill[rows] = np.minimum(self._fill[rows] + counts, capacity)
-            full = np.flatnonzero(self._fill[rows] == capacity)
+            fill = self._fill[start : start + step * len(counts) : step]
+            slot = fill[i] + rank
+            np.minimum(fill + counts, capacity, out=fill)
+            full = np.flatnonzero(fill == capacity)
             fits = slot < capacity if full.size else slice(None)
-            place = (start + i[fits]) * capacity + slot[fits]
+            place = (start + step * i[fits]) * capacity + slot[fits]
             self._scores.reshape(-1)[place] = scores[fits]
             self._ids.reshape(-1)[place] = j[fits]
             if not full.size:
                 return
-            self._compact(start + full)
-            keep = (slot >= capacity) & (scores > self.threshold[start + i])
+            self._compact(start + step * full)
+            keep = (slot >= capacity) & (scores > self.threshold[start + step * i])
             i, j, scores = i[keep], j[keep], scores[keep]
 
     def settle(self, start: int, stop: int) -> None:
         """Nothing more will be offered to the rows start..stop: keep only what may be among their k best."""
         if self.known is None:
-            self._compact(start + np.flatnonzero(self._fill[start:stop] > self.k))
+            self._compact(start + np.flatnonzero(self._fill[start:stop] >= self.k))
             return
         rows = start + np.flatnonzero(self._fill[start:stop])
         width = int(self._fill[start:stop].max(initial=0))
         # What is surely reached by k, known and new together: most newcomers that only displace each other fall here.
         reached = np.concatenate([self.known[rows], self._scores[rows, :width] - self.error[rows, None]], axis=1)
         kth = np.partition(reached, width, axis=1)[:, width]
-        self.threshold[rows] = np.maximum(self.threshold[rows], just_below(kth - self.error[rows]))
+        self.proven[rows] = np.maximum(self.proven[rows], just_below(kth - self.error[rows]))
         self._compact(rows)
+
+    def unproven(self) -> np.ndarray:
+        """All rows are settled: those whose guessed threshold was too high, or too close to tell, (m,) ascending."""
+        return np.flatnonzero(self.threshold > self.proven)
 
     def prepare_scores(self) -> None:
         """All rows are settled: make room for exact scores, one for each entry."""
@@ -199,12 +214,12 @@ class RunningTopK:
         scores, ids = self._scores[rows], self._ids[rows]
         place = scores.shape[1] - self.k
         kth = np.partition(scores, place, axis=1)[:, place].astype(np.float64)
-        threshold = np.maximum(self.threshold[rows], just_below(kth - 2 * self.error[rows]))
-        keep = scores > threshold[:, None]
+        proven = np.maximum(self.proven[rows], just_below(kth - 2 * self.error[rows]))
+        keep = scores > np.maximum(self.threshold[rows], proven)[:, None]
         crowded = np.flatnonzero(keep.sum(axis=1) > max(scores.shape[1] // 2, self.k))
         if crowded.size:
             keep[crowded], exact_kth = self._exactly_best(rows[crowded])
-            threshold[crowded] = np.maximum(threshold[crowded], just_below(exact_kth - self.error[rows[crowded]]))
+            proven[crowded] = np.maximum(proven[crowded], just_below(exact_kth - self.error[rows[crowded]]))
         r, c = np.nonzero(keep)
         slot, counts = _places(r, len(rows))
         fresh = np.full_like(scores, -np.inf)
@@ -212,7 +227,8 @@ class RunningTopK:
         self._scores[rows] = fresh
         self._ids[rows[r], slot] = ids[r, c]
         self._fill[rows] = counts
-        self.threshold[rows] = threshold
+        self.proven[rows] = proven
+        self.threshold[rows] = np.maximum(self.threshold[rows], proven)
 
     def _exactly_best(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mark the k exactly best entries in crowded buffers: (m, capacity) bool, and the k-th scores (m,) float64."""
@@ -225,6 +241,11 @@ class RunningTopK:
         mask = np.zeros((len(rows), self._scores.shape[1]), dtype=bool)
         np.put_along_axis(mask, order, True, axis=1)
         return mask, np.take_along_axis(scores, order[:, -1:], axis=1)[:, 0]
+
+
+def capacity_for(k: int) -> int:
+    """Candidates that one row's buffer holds."""
+    return max(SPARE * k, 64)
 
 
 def _places(i: np.ndarray, length: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex, count_above, knn_graph, merge, score, topk
 from lattqe.search import graph as graph_module
+from lattqe.search import products as products_module
+from lattqe.search.pairing import Clock
 from lattqe.search.products import NumpyProducts, TorchProducts
 
 
@@ -119,6 +121,30 @@ def test_small_tiles_and_buffers_change_nothing(monkeypatch):
     np.testing.assert_array_equal(knn_graph(xb, 5, block_rows=150)[0], expected[0])
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "sorted", "periodic"])
+@pytest.mark.parametrize("k", [12, 60])
+def test_thresholds_guessed_from_a_sample_change_nothing(kind, k, monkeypatch):
+    """Tiles of 50 of 1,500 rows; in periodic data a row's own tile holds all its near ones, so every guess fails."""
+    rng = np.random.default_rng(13)
+    if kind in ("sorted", "periodic"):
+        centers = unit(rng, 30, 24)
+        which = np.sort(rng.integers(0, 30, 1500)) if kind == "sorted" else np.arange(1500) % 30
+        xb = (centers[which] + 0.1 * unit(rng, 1500, 24)).astype(np.float32)
+    else:
+        xb = data(kind, rng, 1500, 24, np.float32)
+    use_lanes(monkeypatch, [NumpyProducts(tile=50) for _ in range(2)])
+    clock = Clock()
+    ids, scores = knn_graph(xb, k, clock=clock)
+    expected_ids, expected_scores = slow_graph(xb, k)
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_array_equal(scores, expected_scores)
+    again = (clock.counts["products"] - 1500 * 1550 // 2) / 1500
+    if kind in ("random", "sorted"):
+        assert again < 75
+    if (kind, k) == ("periodic", 60):
+        assert again == 1500
+
+
 @pytest.mark.parametrize("kind", ["random", "duplicates", "near"])
 def test_the_gpu_path_gives_the_same_bytes(kind, monkeypatch):
     """The torch implementation that serves GPUs, on torch's CPU device."""
@@ -128,6 +154,16 @@ def test_the_gpu_path_gives_the_same_bytes(kind, monkeypatch):
     ids, scores = knn_graph(xb, 7, block_rows=190)
     np.testing.assert_array_equal(ids, expected[0])
     np.testing.assert_array_equal(scores, expected[1])
+
+
+def test_duplicates_are_looked_for_once_for_each_k(monkeypatch):
+    looked = []
+    monkeypatch.setattr(products_module, "surplus_rows", lambda x, k: looked.append(k))
+    rng = np.random.default_rng(14)
+    index = FlatIndex(unit(rng, 200, 8))
+    for k in (3, 3, 5, 3, 5):
+        index.search(unit(rng, 4, 8), k)
+    assert looked == [3, 5]
 
 
 def test_all_equal_rows_in_their_thousands_are_quick():

@@ -87,7 +87,7 @@ def test_a_running_list_survives_any_order_and_size_of_offers():
     scores = xq @ xb.T
     for columns in np.array_split(rng.permutation(2000), [3, 4, 500, 501, 1990]):
         i, j = np.divmod(np.arange(40 * len(columns)), len(columns))
-        running.offer(0, i, columns[j], scores[i, columns[j]])
+        running.offer(slice(None), i, columns[j], scores[i, columns[j]])
     running.settle(0, 40)
     running.prepare_scores()
     running.score(0, 40)
