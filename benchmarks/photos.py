@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from lattqe import augment, expand
 from lattqe.datasets.photos import SETS, load_photos
 from lattqe.expansion import create
-from lattqe.expansion.base import Method
-from lattqe.search import knn_graph, topk
 from lattqe.store import FeatureWriter, load_model
-from lattqe.training.validation import ValidationSet
+from lattqe.training.validation import ValidationSet, ranking_index
 
 PROJECT = Path(__file__).resolve().parent.parent
 NQE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -74,22 +73,6 @@ def load_test(name: str, data: Path, columns: int, distractors: bool = False) ->
     return ValidationSet(name, np.concatenate(xb), np.concatenate(labels), split.xq, split.query_labels)
 
 
-def expand(method: Method, x: np.ndarray, xb: np.ndarray, near: np.ndarray, k: int) -> np.ndarray:
-    """Expand x (n, D) from its neighbors' rows near (n, depth) of xb."""
-    near = near[:, : method.depth(k)]
-    out = np.empty_like(x)
-    for start in range(0, len(x), 256):
-        rows = slice(start, start + 256)
-        neighbors = xb[near[rows]]
-        scores = np.einsum("nd,nkd->nk", x[rows], neighbors)
-        more = {}
-        if method.negatives:
-            low = topk(x[rows], xb, method.negatives, largest=False)[1]
-            more = {"negatives": xb[low]}
-        out[rows] = method.expand(x[rows], neighbors, scores, k=k, **more).vectors
-    return out
-
-
 def rivals(dba: bool = False) -> Iterator[tuple[str, dict[str, Any], int]]:
     """The settings among which each rival may choose on test."""
     for k in (4, 8, 12, 16, 24) if dba else (2, 4, 6, 8, 12, 16, 24):
@@ -106,11 +89,10 @@ def rivals(dba: bool = False) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 def best_rivals(sets: list[ValidationSet]) -> dict[str, Any]:
     """Each rival's best setting by the mean over the test sets."""
-    near = [one.neighbors(one.xq, one.xb, 72) for one in sets]
     best: dict[str, Any] = {}
     for name, params, k in rivals():
         method = create(name, **params)
-        values = [one.mean_ap(expand(method, one.xq, one.xb, rows, k), one.xb) for one, rows in zip(sets, near)]
+        values = [one.mean_ap(expand(one.xq, one.xb, method, k), one.index) for one in sets]
         if name not in best or np.mean(values) > best[name]["mean"]:
             best[name] = {"mean": float(np.mean(values)), "sets": values, "k": k, **params}
     return best
@@ -118,13 +100,12 @@ def best_rivals(sets: list[ValidationSet]) -> dict[str, Any]:
 
 def best_rivals_dba(sets: list[ValidationSet]) -> dict[str, Any]:
     """Each rival's best (nDBA, nQE) by the mean over the test sets, with its alpha the same on both sides."""
-    graphs = [knn_graph(one.xb, 24)[0] for one in sets]
     best: dict[str, Any] = {}
     for name, params, m in rivals(dba=True):
         method = create(name, **params)
-        databases = [expand(method, one.xb, one.xb, graph, m) for one, graph in zip(sets, graphs)]
+        databases = [augment(one.xb, method, m) for one in sets]
         for k in (4, 8, 12, 16):
-            values = [one.mean_ap(expand(method, one.xq, xb, one.neighbors(one.xq, xb, k), k), xb)
+            values = [one.mean_ap(expand(one.xq, xb, method, k), ranking_index(xb))
                       for one, xb in zip(sets, databases)]
             if name not in best or np.mean(values) > best[name]["mean"]:
                 best[name] = {"mean": float(np.mean(values)), "sets": values, "ndba": m, "nqe": k, **params}
@@ -136,8 +117,7 @@ def learned(model: str, sets: list[ValidationSet], ks: tuple[int, ...]) -> dict[
     method = create("lattqe", model=model, device="cpu")
     result: dict[str, Any] = {}
     for k in ks:
-        values = [one.mean_ap(expand(method, one.xq, one.xb, one.neighbors(one.xq, one.xb, method.depth(k)), k), one.xb)
-                  for one in sets]
+        values = [one.mean_ap(expand(one.xq, one.xb, method, k), one.index) for one in sets]
         result[str(k)] = {"mean": float(np.mean(values)), "sets": values}
     return result
 
@@ -147,10 +127,9 @@ def learned_dba(model: str, sets: list[ValidationSet], m: int, k: int) -> dict[s
     rows, queries = (create("lattqe", model=model, dba=dba, device="cpu") for dba in (True, False))
     values = []
     for one in sets:
-        graph = knn_graph(one.xb, min(rows.depth(m), len(one.xb) - 1))[0]
-        xb = expand(rows, one.xb, one.xb, graph, m)
-        xq = expand(queries, one.xq, xb, one.neighbors(one.xq, xb, queries.depth(k)), k) if k else one.xq
-        values.append(one.mean_ap(xq, xb))
+        xb = augment(one.xb, rows, m)
+        xq = expand(one.xq, xb, queries, k) if k else one.xq
+        values.append(one.mean_ap(xq, ranking_index(xb)))
     return {"mean": float(np.mean(values)), "sets": values, "ndba": m, "nqe": k}
 
 
@@ -192,7 +171,7 @@ def look_at_test(model: str, data: Path, columns: int, results: Path) -> dict[st
 
 def none(sets: list[ValidationSet]) -> dict[str, Any]:
     """Without expansion."""
-    values = [one.mean_ap(one.xq, one.xb) for one in sets]
+    values = [one.mean_ap(one.xq, one.index) for one in sets]
     return {"mean": float(np.mean(values)), "sets": values}
 
 
@@ -206,9 +185,9 @@ def rocchio(sets: list[ValidationSet]) -> dict[str, Any]:
     for beta in (0.4, 0.6, 0.8, 1.0):
         values = []
         for one in sets:
-            near = one.neighbors(one.xq, one.xb, 256)
-            xq = expand(method, one.xq, one.xb, near, 16) - beta * one.xb[near].mean(1)
-            values.append(one.mean_ap(xq / np.linalg.norm(xq, axis=1, keepdims=True), one.xb))
+            near = one.nearest(one.index, 256)[1]
+            xq = expand(one.xq, one.xb, method, 16) - beta * one.xb[near].mean(1)
+            values.append(one.mean_ap(xq / np.linalg.norm(xq, axis=1, keepdims=True), one.index))
         if np.mean(values) > best["mean"]:
             best = {"mean": float(np.mean(values)), "sets": values, "beta": beta}
     return best
@@ -219,8 +198,7 @@ def sweep(name: str, sets: list[ValidationSet]) -> dict[str, Any]:
     method = create(name)
     result: dict[str, Any] = {}
     for k in NQE:
-        values = [one.mean_ap(expand(method, one.xq, one.xb, one.neighbors(one.xq, one.xb, k), k), one.xb)
-                  for one in sets]
+        values = [one.mean_ap(expand(one.xq, one.xb, method, k), one.index) for one in sets]
         result[str(k)] = {"mean": float(np.mean(values)), "sets": values}
     return result
 

@@ -81,20 +81,20 @@ class AugmentWorker:
         import torch
 
         from lattqe.expansion import create
+        from lattqe.search.index import StoredIndex
 
         torch.set_num_threads(task.threads)
         self.task = task
         cache = task.cache if shards is None else None
         self.features = FeatureSet.open(task.features, cache=cache)
         self.graph = NeighborGraph.open(task.graph, cache=cache)
-        self.gather = self.features.gather if shards is None else shards.gather
+        self.index = StoredIndex([self.features]) if shards is None else shards
         self.pending = Pending.attach(task.to)
         self.method = create(task.method, **task.params)
         self.previous = FeatureSet.open(task.previous, cache=task.cache) if task.previous else None
         self.reusable = read_reusable(self.pending.place) if task.previous else None
         self.seconds = {"reading": 0.0, "sharing": 0.0, "expanding": 0.0, "writing": 0.0}
         self.expanded = self.tables = 0
-        self._index: Any = shards
         self._table: np.ndarray | None = None
 
     def run(self, item: Item) -> dict[str, Any]:
@@ -123,29 +123,15 @@ class AugmentWorker:
 
     def expand_rows(self, rows: np.ndarray) -> np.ndarray:
         """Expanded vectors of some rows (n,), rounded to the stored dtype."""
-        from lattqe.expansion.rows import expand_rows
+        from lattqe.expansion.rows import augment_rows
 
         with self.timed("reading"):
             I, D = self.graph.gather(rows)  # noqa: E741
-            depth = self.method.depth(self.task.k)
-            I, D = I[:, :depth], D[:, :depth]  # noqa: E741
-            x = self.gather(rows)
         with self.timed("expanding"):
-            negatives = self.lowest(x, I, rows) if self.method.negatives else None
-            shared = (self.table(), rows) if self.task.share else None
+            table = self.table() if self.task.share else None
             self.expanded += len(rows)
-            vectors = expand_rows(self.method, x, I, D, self.gather, negatives, shared, self.task.k)
+            vectors = augment_rows(self.index, rows, D, I, self.method, self.task.k, table).vectors
         return vectors.astype(self.features.dtype)
-
-    def lowest(self, x: np.ndarray, I: np.ndarray, rows: np.ndarray) -> np.ndarray:  # noqa: E741
-        """Row numbers (n, m) of the lowest-ranked rows of the whole database, for DQE."""
-        from lattqe.expansion.lowest import lowest_outside
-        from lattqe.search import FlatIndex
-        from lattqe.search.rows import in_one
-
-        if self._index is None:
-            self._index = FlatIndex(in_one(self.features.pieces()))
-        return lowest_outside(self._index, x, I, self.method.negatives, own=rows)
 
     def table(self) -> np.ndarray:
         """The first products of all rows, computed once by each worker: a small part of what they save it."""

@@ -51,6 +51,7 @@ def main(
     original = FeatureSet.open(features)
     params = method_params(method, params or {}, dba=True)
     theta = create(method, **params)
+    theta.check_width(original.dim, f"features in {features}")
     k = k or theta.suggested_k(dba=True)
     given = given_graph(neighbors, original, theta.depth(k)) if neighbors is not None else None
     with ray_session(address):

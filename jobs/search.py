@@ -1,10 +1,8 @@
 """Find the best rows of a database for each query: search, expand the query if asked to, search again."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 
 from jobs.console import command, human_bytes, print_json, progress_bar, run, show_table
@@ -14,7 +12,6 @@ from lattqe.errors import LattqeError
 if TYPE_CHECKING:
     from cluster.shards import ShardedIndex
     from lattqe.expansion.base import Method
-    from lattqe.search import Index
     from lattqe.store import FeatureSet, Pending
 
 PART_QUERIES = 8192  # one part of the ranks, and the most that a death can cost
@@ -50,6 +47,8 @@ def main(
     if asked.dim != sources[0].dim:
         raise LattqeError(f"{queries} has {asked.dim} dimensions and {database} {sources[0].dim}: use one extractor")
     expansion = make_expansion(expand, nqe, params or {})
+    if expansion is not None:
+        expansion.method.check_width(asked.dim, f"features in {database}")
     pending = begin_ranks(to, k, sources, asked, expansion)
     missing = pending.missing()
     facts: dict[str, Any] = {"ranks": to, "queries": asked.rows, "k": k}
@@ -127,6 +126,7 @@ def show_plan(index: "ShardedIndex", asked: "FeatureSet", k: int, expansion: Exp
 def answer(index: "ShardedIndex", asked: "FeatureSet", k: int, expansion: Expansion | None, pending: "Pending",
            missing: list[int]) -> dict[str, Any]:
     """Search the missing parts and publish each; return the seconds it took."""
+    from lattqe.expansion.rows import expand_queries
     from lattqe.search.pairing import Clock
     from lattqe.store import ranks_table
 
@@ -138,7 +138,7 @@ def answer(index: "ShardedIndex", asked: "FeatureSet", k: int, expansion: Expans
             xq = asked.read(start, stop)
             if expansion is not None:
                 with clock("expanding"):
-                    xq = expand_queries(index, xq, expansion)
+                    xq = expand_queries(index, xq, expansion.method, expansion.k).vectors
             with clock("searching"):
                 scores, ids = index.search(xq, k)
             with clock("writing"):
@@ -148,19 +148,6 @@ def answer(index: "ShardedIndex", asked: "FeatureSet", k: int, expansion: Expans
     total = seconds.pop("all")
     return {"seconds": total, "queries_per_second": round((asked.rows - done) / max(total, 1e-9), 1),
             "spent": seconds, "shards": index.shards, "shard_failures": index.failures}
-
-
-def expand_queries(index: "Index", xq: np.ndarray, expansion: Expansion) -> np.ndarray:
-    """Expand queries (nq, D) from their nearest neighbors in the index: (nq, D) float32."""
-    from lattqe.expansion.lowest import lowest_outside
-    from lattqe.expansion.rows import expand_rows
-
-    scores, ids = index.search(xq, expansion.k)
-    negatives = None
-    if expansion.method.negatives:
-        negatives = lowest_outside(index, xq, ids, expansion.method.negatives)
-    gather: Callable[[np.ndarray], np.ndarray] = index.gather
-    return expand_rows(expansion.method, xq, ids, scores, gather, negatives)
 
 
 app = command(main)

@@ -14,8 +14,7 @@ from lattqe.benchmark.spec import Params, Setting
 from lattqe.evaluation import GroundTruth, Scores, evaluate, weights_by_rank
 from lattqe.expansion import Method, create
 from lattqe.expansion.attention import AttentionExpansion
-from lattqe.expansion.base import blocks
-from lattqe.expansion.lowest import lowest_outside
+from lattqe.expansion.rows import expand_queries
 from lattqe.search import Index
 from lattqe.store.manifest import canonical_json
 
@@ -111,21 +110,7 @@ def _expand(index: Index, xq: np.ndarray, I: np.ndarray, D: np.ndarray, setting:
             truth: GroundTruth) -> tuple[np.ndarray, dict[str, Any]]:
     """Expanded queries (nq, D), and how the weights lie by rank and relevance."""
     method = method_of(setting)
-    depth = min(method.depth(setting.k), I.shape[1])
-    I, D = I[:, :depth], D[:, :depth]  # noqa: E741
-    vectors, weights = np.empty(xq.shape, dtype=np.float32), []
-    for part in blocks(len(xq), 4 * (1 + depth + method.negatives) * xq.shape[1]):
-        more: dict[str, np.ndarray] = {}
-        if method.negatives:
-            rows = lowest_outside(index, xq[part], I[part], method.negatives)
-            more = {"negatives": _gather(index, rows), "negatives_valid": rows >= 0}
-        result = method.expand(xq[part], _gather(index, I[part]), D[part], valid=I[part] >= 0, k=setting.k, **more)
-        vectors[part] = result.vectors
-        weights.append(result.weights)
-    profiles = weights_by_rank(np.concatenate(weights), I[:, :setting.k], truth)
-    return vectors, {name: profile.to_dict() for name, profile in profiles.items()}
-
-
-def _gather(index: Index, rows: np.ndarray) -> np.ndarray:
-    """Vectors (n, k, D) of row numbers (n, k); anything at -1."""
-    return index.gather(np.maximum(rows, 0).ravel()).reshape(*rows.shape, -1)
+    done = expand_queries(index, xq, method, setting.k, found=(D, I))
+    k = min(setting.k, index.rows)
+    profiles = weights_by_rank(done.weights, done.rows[:, 1 : 1 + k], truth)
+    return done.vectors, {name: profile.to_dict() for name, profile in profiles.items()}

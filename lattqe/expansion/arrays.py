@@ -7,13 +7,12 @@ import numpy as np
 from lattqe.device import pick_device
 from lattqe.errors import LattqeError
 from lattqe.expansion.base import Method
-from lattqe.expansion.lowest import lowest_outside
-from lattqe.expansion.registry import create
-from lattqe.expansion.rows import expand_rows, shared_table, shares
+from lattqe.expansion.registry import METHODS, create
+from lattqe.expansion.rows import augment_rows, expand_queries, list_lengths, shared_table, shares
 from lattqe.search import FlatIndex, knn_graph
 
-# Queries searched and expanded at once, so that their lists never need much memory.
-QUERY_BLOCK = 1024
+# Rows augmented at once, so that their weights never need much memory.
+ROW_BLOCK = 4096
 # How far a norm may be from 1: float16 vectors are normalised only so well.
 NORM_SLACK = 0.01
 
@@ -29,17 +28,10 @@ def expand(
     """
     xq, xb = _unit_rows(xq, "xq"), _unit_rows(xb, "xb")
     theta = _method(method, params)
-    k = _neighbors(k, theta.suggested_k(dba=False), len(xb))
     if not len(xb):
         return xq.astype(np.float32)
     index = FlatIndex(xb, _search_device(theta))
-    out = np.empty(xq.shape, dtype=np.float32)
-    for start in range(0, len(xq), QUERY_BLOCK):
-        x = xq[start : start + QUERY_BLOCK]
-        D, I = index.search(x, min(theta.depth(k), len(xb)))  # noqa: E741
-        negatives = lowest_outside(index, x, I, theta.negatives) if theta.negatives else None
-        out[start : start + QUERY_BLOCK] = expand_rows(theta, x, I, D, xb.__getitem__, negatives, k=k)
-    return out
+    return expand_queries(index, xq, theta, _given(k, theta.suggested_k(dba=False))).vectors
 
 
 def augment(xb: np.ndarray, method: str | Method = "lattqe", k: int | None = None, **params: Any) -> np.ndarray:
@@ -49,24 +41,24 @@ def augment(xb: np.ndarray, method: str | Method = "lattqe", k: int | None = Non
     takes the tempered softmax. Search this instead of xb, with queries expanded from it.
     """
     xb = _unit_rows(xb, "xb")
-    theta = _method(method, {"dba": True, **params} if method == "lattqe" else params)
-    k = _neighbors(k, theta.suggested_k(dba=True), len(xb))
+    theta = _method(method, params, dba=True)
+    k = _given(k, theta.suggested_k(dba=True))
     if not len(xb):
         return xb.astype(np.float32)
     device = _search_device(theta)
-    I, D = knn_graph(xb, theta.depth(k), device=device)  # noqa: E741
-    if shares(theta, len(xb)):
-        table = shared_table(theta, len(xb), [xb])
-        return expand_rows(theta, xb, I, D, xb.__getitem__, shared=(table, np.arange(len(xb))))
-    negatives = None
-    if theta.negatives:
-        negatives = lowest_outside(FlatIndex(xb, device), xb, I, theta.negatives, own=np.arange(len(xb)))
-    return expand_rows(theta, xb, I, D, xb.__getitem__, negatives, k=k)
+    I, D = knn_graph(xb, list_lengths(theta, k, max(len(xb) - 1, 1))[1], device=device)  # noqa: E741
+    index = FlatIndex(xb, device)
+    table = shared_table(theta, len(xb), [xb]) if shares(theta, len(xb)) else None
+    out = np.empty(xb.shape, dtype=np.float32)
+    for start in range(0, len(xb), ROW_BLOCK):
+        rows = np.arange(start, min(start + ROW_BLOCK, len(xb)))
+        out[rows] = augment_rows(index, rows, D[rows], I[rows], theta, k, table).vectors
+    return out
 
 
-def _method(method: str | Method, params: dict[str, Any]) -> Method:
+def _method(method: str | Method, params: dict[str, Any], dba: bool = False) -> Method:
     if isinstance(method, str):
-        return create(method, **params)
+        return create(method, **(METHODS[method].row_params if dba and method in METHODS else {}) | params)
     if params:
         raise LattqeError(f"{', '.join(params)} given beside a finished {method.name}: give them to create instead")
     return method
@@ -78,10 +70,8 @@ def _search_device(method: Method) -> Any:
     return device if device.type == "cuda" else None
 
 
-def _neighbors(k: int | None, default: int, rows: int) -> int:
-    if k is not None and k < 1:
-        raise LattqeError(f"k is {k}: use at least 1 neighbor")
-    return max(1, min(default if k is None else k, rows))
+def _given(k: int | None, default: int) -> int:
+    return default if k is None else k
 
 
 def _unit_rows(x: np.ndarray, name: str) -> np.ndarray:

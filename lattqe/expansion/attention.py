@@ -13,6 +13,13 @@ from lattqe.model.fast import FastLAttQE
 from lattqe.model.network import LAttQE
 
 
+def load_network(model: str | LAttQE | None) -> LAttQE:
+    """The network that a model's address, or the network itself, stands for: every place that takes one asks here."""
+    if model is None:
+        raise LattqeError("lattqe needs model: the folder or s3:// address of a trained network, or a LAttQE")
+    return model if isinstance(model, LAttQE) else LAttQE.load(model)
+
+
 @dataclass
 class AttentionExpansion(Method):
     """w_i = cos(q̃, d̃_i) in the transformed space; for database rows (dba) softmax(cos / T).
@@ -35,10 +42,7 @@ class AttentionExpansion(Method):
     fast: FastLAttQE = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.model is None:
-            raise LattqeError("lattqe needs model: the folder or s3:// address of a trained network, or a LAttQE")
-        network = self.model if isinstance(self.model, LAttQE) else LAttQE.load(self.model)
-        self.fast = FastLAttQE(network, self.precision, pick_device(self.device))
+        self.fast = FastLAttQE(load_network(self.model), self.precision, pick_device(self.device))
 
     @property
     def params(self) -> dict[str, Any]:
@@ -59,6 +63,14 @@ class AttentionExpansion(Method):
     def depth(self, k: int) -> int:
         """A background needs a longer list than the k neighbors that are weighed."""
         return self.fast.network.depth(k)
+
+    def check_width(self, dim: int, what: str = "vectors") -> None:
+        """Refuse vectors that the network was not made for, naming both."""
+        try:
+            self.fast.network.check_width(dim)
+        except LattqeError as error:
+            model = f" {self.model}" if isinstance(self.model, str) else ""
+            raise LattqeError(f"the model{model} does not fit the {what}: {error}") from None
 
     def weights(self, lists: Lists) -> torch.Tensor:
         """(n, 1 + k), from -1 to 1 but for relational networks; with dba positive and adding up to 1."""

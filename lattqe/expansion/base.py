@@ -8,7 +8,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -26,11 +26,24 @@ CANCELLED = 1e-6
 class Expanded:
     """What an expansion gives: `vectors` (n, D) float32, L2-normalised, and `weights` (n, 1 + k + m) float32.
 
-    Column 0 is the item itself, columns 1..k its neighbors by rank, the last m its negatives.
+    Column 0 is the item itself, columns 1..k its neighbors by rank, the last m its negatives. `rows` (n, 1 + k + m)
+    int32 are the row numbers that the weights belong to, -1 for none: with them the weights are edges of a graph.
+    They are there where lists were given as row numbers (`lattqe.expansion.rows`).
     """
 
     vectors: np.ndarray
     weights: np.ndarray
+    rows: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))
+
+    @classmethod
+    def joined(cls, parts: "list[Expanded]", dim: int, width: int) -> "Expanded":
+        """Several, one after the other; none at all is empty arrays of `dim` and `width` columns."""
+        if len(parts) == 1:
+            return parts[0]
+        empty = cls(np.empty((0, dim), np.float32), np.empty((0, width), np.float32), np.empty((0, width), np.int32))
+        all_parts = [empty, *parts]
+        return cls(*(np.concatenate([getattr(part, name) for part in all_parts])
+                     for name in ("vectors", "weights", "rows")))
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,20 @@ class Lists:
     def k(self) -> int:
         """Columns that belong to neighbors."""
         return self.scores.shape[1]
+
+
+class RowSource(Protocol):
+    """What expansion needs of an index, wherever its rows are: every `lattqe.search.Index` is one."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+
+    def gather(self, rows: np.ndarray) -> np.ndarray:
+        """The vectors (n, D) of rows (n,), float16 or float32."""
+
+    def lowest(self, xq: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The k rows with the lowest scores, ascending: D (nq, k) float32, I (nq, k) int32."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +149,15 @@ class Method(ABC):
         return 0
 
     def suggested_k(self, dba: bool) -> int:
-        """How many neighbors to use for queries, or for database rows, when nobody says."""
+        """How many neighbors to use for queries, or for database rows, where the caller does not say."""
         return self.default_k_dba if dba else self.default_k
 
     def depth(self, k: int) -> int:
         """How many neighbors must be fetched so that k of them can be weighed."""
         return k
+
+    def check_width(self, dim: int, what: str = "vectors") -> None:  # noqa: B027
+        """Refuse vectors of a length that the method was not made for; `what` names them. Formulas take any."""
 
     @property
     def shared_width(self) -> int:

@@ -4,12 +4,10 @@ import dataclasses
 from typing import Any
 
 from lattqe.errors import LattqeError
-from lattqe.expansion.alpha import AlphaExpansion
 from lattqe.expansion.attention import AttentionExpansion
-from lattqe.expansion.average import AverageExpansion
 from lattqe.expansion.base import Method
-from lattqe.expansion.decay import DecayExpansion
-from lattqe.expansion.discriminative import DiscriminativeExpansion
+from lattqe.expansion.classic import AlphaExpansion, AverageExpansion, DecayExpansion
+from lattqe.expansion.dqe import DiscriminativeExpansion
 
 METHODS: dict[str, type[Method]] = {
     "aqe": AverageExpansion,
@@ -21,7 +19,7 @@ METHODS: dict[str, type[Method]] = {
 
 
 def create(name: str, **params: Any) -> Method:
-    """The method of that name with those parameters; names nobody knows are refused with the list of those known."""
+    """The method of that name with those parameters; unknown names are refused with the list of known ones."""
     if name not in METHODS:
         raise LattqeError(f"unknown expansion method {name!r}: use one of {', '.join(METHODS)}")
     method = METHODS[name]

@@ -1,4 +1,8 @@
-"""Expanding rows whose neighbors are row numbers: vectors are gathered a batch ahead of the method that uses them."""
+"""The one road of every expansion: nearest rows, negatives, vectors, weights, sum; for queries and for database rows.
+
+`expand_queries` and `augment_rows` are all there is: the verbs, the benchmark, validation, `verify --recompute` and the
+Python API call them, with rows in this process (`FlatIndex`, `StoredIndex`) or in shards on a cluster.
+"""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -9,39 +13,105 @@ import numpy as np
 
 from lattqe.errors import LattqeError
 from lattqe.expansion.attention import AttentionExpansion
-from lattqe.expansion.base import Method, blocks
+from lattqe.expansion.base import Expanded, Method, RowSource, blocks
+from lattqe.expansion.dqe import lowest_outside
+from lattqe.search import Index
 
 # What one process keeps of shared projections at the most: 1M rows of a 64-wide network, 40,000 of the paper's.
 SHARED_BYTES = 1 << 30
 # Vectors in the method at once, in float32: they stay near the cache, and the allocator uses such blocks again, while
 # every larger one is fresh memory from the system.
 GATHER_BYTES = 8 << 20
+# Queries searched and expanded at once, so that their lists never need much memory.
+QUERY_BLOCK = 1024
 
-Gather = Callable[[np.ndarray], np.ndarray]
+Found = tuple[np.ndarray, np.ndarray]  # D (n, k) float32 descending, I (n, k) int32, -1 where there are fewer
 
 
-def expand_rows(method: Method, x: np.ndarray, I: np.ndarray, D: np.ndarray, gather: Gather,  # noqa: E741
-                negatives: np.ndarray | None = None, shared: tuple[np.ndarray, np.ndarray] | None = None,
-                k: int | None = None) -> np.ndarray:
-    """Expand x (n, D) from the lists I, D (n, k) of row numbers (-1: none) and scores; returns (n, D) float32.
+def list_lengths(method: Method, k: int, candidates: int) -> tuple[int, int]:
+    """How many neighbors are weighed, and how many must be listed for that, where there are so many candidates."""
+    if k < 1:
+        raise LattqeError(f"k is {k}: use at least 1 neighbor")
+    return min(k, candidates), min(method.depth(k), candidates)
 
-    `gather(rows (m,)) -> (m, D)` reads original vectors; `negatives` (n, m) are row numbers too. `shared` is what
-    `shared_table` gave for all rows, and the row numbers (n,) of x itself. One batch of vectors is in the method
-    while the next is being gathered, so two batches of `GATHER_BYTES` are held. `k`: neighbors to weigh, where the
-    lists are as long as `method.depth(k)`.
+
+def nearest(index: Index, xq: np.ndarray, k: int, exclude: np.ndarray | None = None) -> Found:
+    """The k nearest rows of xq (nq, D): D and I (nq, k). `exclude` (nq,): a row that each query must not find, or -1.
+
+    A query that is itself in the database would be its own best neighbor.
     """
-    out = np.empty(x.shape, dtype=np.float32)
-    width = 1 + I.shape[1] + (0 if negatives is None else negatives.shape[1])
-    batches = list(blocks(len(x), width * x.shape[1] * 4, GATHER_BYTES))
-    lists = [I] if negatives is None else [I, negatives]
-    for batch, vectors in zip(batches, _gathered(batches, lists, gather)):
-        if shared is not None and isinstance(method, AttentionExpansion):
-            rows = np.concatenate([shared[1][batch, None], I[batch]], axis=1)
-            out[batch] = method.expand_shared(x[batch], vectors[0], D[batch], shared[0], rows).vectors
-            continue
-        more = {} if negatives is None else {"negatives": vectors[1], "negatives_valid": negatives[batch] >= 0}
-        out[batch] = method.expand(x[batch], vectors[0], D[batch], valid=I[batch] >= 0, k=k, **more).vectors
-    return out
+    if exclude is None:
+        return index.search(xq, k)
+    D, I = index.search(xq, k + 1)  # noqa: E741
+    itself = (exclude[:, None] == I) & (I >= 0)
+    itself[~itself.any(axis=1), -1] = True  # not among them: the last one is too many
+    kept = ~itself
+    return D[kept].reshape(len(D), k), I[kept].reshape(len(I), k)
+
+
+def expand_queries(index: Index, xq: np.ndarray, method: Method, k: int, *, found: Found | None = None,
+                   exclude: np.ndarray | None = None,
+                   on_done: Callable[[int], None] | None = None) -> Expanded:
+    """Expand queries xq (nq, D) from their k nearest rows of an index.
+
+    The result's `weights` (nq, 1 + t + m) belong to its `rows` (nq, 1 + t + m): the query itself (-1, it is no row),
+    the t rows that the method asked for (`method.depth(k)`), and m negatives; -1 where there are fewer.
+    found: D and I (nq, t or more) where the search was done before, as `nearest` gives them. exclude (nq,): the row
+    of each query that is itself in the index, -1 for the others. on_done(n): called after each n queries.
+    """
+    method.check_width(xq.shape[1])
+    candidates = index.rows - (exclude is not None)
+    k, depth = list_lengths(method, k, candidates)
+    if found is not None and found[1].shape[1] < depth:
+        raise LattqeError(f"lists of {found[1].shape[1]} neighbors, but {method.name} needs {depth} to weigh {k}: "
+                          "search for more")
+    parts = []
+    for start in range(0, len(xq), QUERY_BLOCK):
+        block = slice(start, start + QUERY_BLOCK)
+        own = None if exclude is None else exclude[block]
+        D, I = nearest(index, xq[block], depth, own) if found is None else (each[block] for each in found)  # noqa: E741
+        parts.append(_expand(index, xq[block], own, D[:, :depth], I[:, :depth], method, k))
+        parts[-1].rows[:, 0] = -1
+        if on_done is not None:
+            on_done(len(parts[-1].vectors))
+    return Expanded.joined(parts, xq.shape[1], 1 + depth + method.negatives)
+
+
+def augment_rows(index: RowSource, rows: np.ndarray, D: np.ndarray, I: np.ndarray, method: Method, k: int,  # noqa: E741
+                 table: np.ndarray | None = None) -> Expanded:
+    """Expand rows (n,) of an index from their k nearest other rows, as their graph lists them in D and I (n, t).
+
+    The lists may be longer than the method needs. Only original vectors are read. `table`: what `shared_table` gave
+    for all rows. `weights` and `rows` as in `expand_queries`, the row itself in column 0: the edges of the graph.
+    """
+    k, depth = list_lengths(method, k, index.rows - 1) if index.rows > 1 else (1, 1)
+    if I.shape[1] < depth:
+        raise LattqeError(f"a graph of {I.shape[1]} neighbors for each row, but {method.name} needs {depth} to weigh "
+                          f"{k}: compute a longer one with `lattqe neighbors -k {depth}`")
+    x = index.gather(rows)
+    method.check_width(x.shape[1])
+    return _expand(index, x, rows, D[:, :depth], I[:, :depth], method, k, table)
+
+
+def _expand(index: RowSource, x: np.ndarray, own: np.ndarray | None, D: np.ndarray, I: np.ndarray,  # noqa: E741
+            method: Method, k: int, table: np.ndarray | None = None) -> Expanded:
+    """Expand x (n, D) from lists that are exactly as long as they must be; `own` (n,): which rows these are."""
+    first = np.full(len(x), -1) if own is None else own
+    listed = [first[:, None], I]
+    if method.negatives:
+        listed.append(lowest_outside(index, x, I, method.negatives, own))
+    rows = np.concatenate(listed, axis=1).astype(np.int32)
+    vectors, weights = np.empty(x.shape, dtype=np.float32), np.zeros(rows.shape, dtype=np.float32)
+    batches = list(blocks(len(x), rows.shape[1] * x.shape[1] * 4, GATHER_BYTES))
+    # One batch of vectors is in the method while the next is being gathered, so two of `GATHER_BYTES` are held.
+    for batch, gathered in zip(batches, _gathered(batches, listed[1:], index.gather)):
+        if table is not None and isinstance(method, AttentionExpansion):
+            done = method.expand_shared(x[batch], gathered[0], D[batch], table, rows[batch])
+        else:
+            more = {"negatives": gathered[1], "negatives_valid": listed[2][batch] >= 0} if method.negatives else {}
+            done = method.expand(x[batch], gathered[0], D[batch], valid=I[batch] >= 0, k=k, **more)
+        vectors[batch], weights[batch] = done.vectors, done.weights
+    return Expanded(vectors, weights, rows)
 
 
 def shares(method: Method, rows: int) -> bool:
@@ -63,7 +133,8 @@ def shared_table(method: Method, rows: int, blocks_of_rows: Iterable[np.ndarray]
     return table
 
 
-def _gathered(batches: list[slice], lists: list[np.ndarray], gather: Gather) -> Iterator[list[np.ndarray]]:
+def _gathered(batches: list[slice], lists: list[np.ndarray],
+              gather: Callable[[np.ndarray], np.ndarray]) -> Iterator[list[np.ndarray]]:
     """The vectors (n, k, D) of each list for each batch, read one batch ahead by a thread."""
     def read(batch: slice) -> list[np.ndarray]:
         vectors = []

@@ -90,8 +90,7 @@ class FastLAttQE:
 
         shared: for a slice of the lists, the rows of `shared_rows` of their items (n', t, S), in any float type.
         """
-        if items.shape[-1] != self.config.dim:
-            raise LattqeError(f"vectors of {items.shape[-1]} columns, but this network was made for {self.config.dim}")
+        self.network.check_width(items.shape[-1])
         if self.config.relational:
             return self._relational(items, valid, dba, k)
         n, t = items.shape[:2]

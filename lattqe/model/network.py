@@ -40,6 +40,11 @@ class LAttQE(nn.Module):
         """How many neighbors the network wants to see in order to weigh k of them."""
         return max(k, self.config.background)
 
+    def check_width(self, dim: int) -> None:
+        """Refuse vectors of a length that this network was not made for."""
+        if dim != self.config.dim:
+            raise LattqeError(f"vectors of {dim} columns, but this network was made for {self.config.dim}")
+
     def forward(
         self, items: torch.Tensor, valid: torch.Tensor | None = None, dba: bool = False, k: int | None = None
     ) -> Output:
@@ -49,8 +54,7 @@ class LAttQE(nn.Module):
         dropped neighbors (which keep their rank), True in column 0; dba: the tempered softmax. k: how many neighbors
         are weighed one by one where a background lets the list be longer; None: as many as there are ranks for.
         """
-        if items.shape[-1] != self.config.dim:
-            raise LattqeError(f"vectors of {items.shape[-1]} columns, but this network was made for {self.config.dim}")
+        self.check_width(items.shape[-1])
         if valid is None:
             valid = items.new_ones(items.shape[:2], dtype=torch.bool)
         if self.config.relational:

@@ -1,6 +1,8 @@
 """What every index can do, the index that holds its rows in this process, and exact scores and ranks of chosen rows."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -9,8 +11,11 @@ from lattqe.errors import LattqeError
 from lattqe.search.exact import exact_scores, norms, published
 from lattqe.search.pairing import in_lanes
 from lattqe.search.products import Block, Products, lanes_on
-from lattqe.search.rows import Rows, check_queries, check_rows, row_range, tiles
+from lattqe.search.rows import Rows, check_queries, check_rows, in_one, row_range, tiles
 from lattqe.search.topk import best_rows
+
+if TYPE_CHECKING:
+    from lattqe.store import FeatureSet
 
 COUNT_QUERIES, COUNT_ENTRIES = 1024, 2 << 20
 
@@ -166,3 +171,43 @@ def _count_clear(products: np.ndarray, scores: np.ndarray, rows: np.ndarray, err
         return (np.empty(0, dtype=np.int64),) * 3
     q_all, m_all, near_all = (np.concatenate(column) for column in zip(*doubtful))
     return q_all, m_all, near_all
+
+
+class StoredIndex:
+    """Feature sets, one after the other, as one exact index in this process; an `Index`, as `ShardedIndex` is on Ray.
+
+    Rows stay where they are mapped. Whoever only gathers some of them does not read the others.
+    """
+
+    def __init__(self, sets: "Sequence[FeatureSet]", device: torch.device | None = None) -> None:
+        for other in sets[1:]:
+            if other.dim != sets[0].dim:
+                raise LattqeError(f"{other.uri} has {other.dim} dimensions and {sets[0].uri} {sets[0].dim}: use "
+                                  "features of one extractor")
+        self.sets, self._device = list(sets), device
+        self.rows, self.dim = sum(each.rows for each in sets), sets[0].dim
+
+    @cached_property
+    def flat(self) -> FlatIndex:
+        """All rows, ready to be searched."""
+        return FlatIndex(in_one([piece for each in self.sets for piece in each.pieces()]), self._device)
+
+    def search(self, xq: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """See Index."""
+        return self.flat.search(xq, k)
+
+    def lowest(self, xq: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """See Index."""
+        return self.flat.lowest(xq, k)
+
+    def score(self, xq: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """See Index."""
+        return self.flat.score(xq, rows)
+
+    def count_above(self, xq: np.ndarray, scores: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """See Index."""
+        return self.flat.count_above(xq, scores, rows)
+
+    def gather(self, rows: np.ndarray) -> np.ndarray:
+        """See Index."""
+        return self.sets[0].gather(rows) if len(self.sets) == 1 else self.flat.gather(rows)

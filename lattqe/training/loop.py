@@ -156,7 +156,7 @@ class Training:
         chosen = {"nqe": int(n_qe), "ndba": int(n_dba), "nqe_with_dba": int(n_qe_dba)}
         return {
             **chosen, "chosen": chosen,
-            "validation": {"none": {one.name: one.mean_ap(one.xq, one.xb) for one in self.sets},
+            "validation": {"none": {one.name: one.mean_ap(one.xq, one.index) for one in self.sets},
                            "qe": alone, "dba": with_dba},
         }
 

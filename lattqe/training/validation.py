@@ -7,17 +7,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lattqe.benchmark.small import SmallIndex
 from lattqe.errors import LattqeError
-from lattqe.evaluation import LabelTruth, score_ranking
-from lattqe.expansion.base import aggregate
+from lattqe.evaluation import LabelTruth, evaluate
+from lattqe.expansion.attention import AttentionExpansion
+from lattqe.expansion.rows import Found, augment_rows, expand_queries, nearest
 from lattqe.model import LAttQE
-from lattqe.search import knn_graph, topk
+from lattqe.search import FlatIndex, knn_graph
 from lattqe.store import FeatureSet
 from lattqe.store.features import comparable_labels
 from lattqe.training.team import Team
 
-BLOCK = 64  # queries expanded at once
-SCORES = 1 << 24  # scores ranked at once
+BLOCK = 64  # queries and rows are shared out in such units
+SMALL_ROWS = 50_000
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,24 @@ class ValidationSet:
             return LabelTruth(self.labels, query_rows=self.query_rows)
         return LabelTruth(self.labels, query_labels=self.query_labels)
 
-    def neighbors(self, xq: NDArray[np.float32], xb: NDArray[np.float32], k: int) -> NDArray[np.int32]:
-        """The k nearest rows (nq, k) of each query, its own row excepted."""
-        return topk(xq, xb, min(k, len(xb) - 1), exclude=self.query_rows)[1]
+    @cached_property
+    def index(self) -> FlatIndex:
+        """The database as it is."""
+        return ranking_index(self.xb)
 
-    def mean_ap(self, xq: NDArray[np.float32], xb: NDArray[np.float32]) -> float:
-        """Mean average precision in percent of the full ranking of xb (nb, D) by xq (nq, D)."""
-        rows = max(1, SCORES // len(xb))
-        ranking = np.concatenate([np.argsort(-(xq[start : start + rows] @ xb.T), axis=1, kind="stable")
-                                  for start in range(0, len(xq), rows)])
-        (scores,) = score_ranking(ranking, self.truth, ks=()).values()
+    def nearest(self, index: FlatIndex, depth: int) -> Found:
+        """The nearest rows of each query, its own row excepted, as deep as there are any."""
+        return nearest(index, self.xq, min(depth, index.rows - (self.query_rows is not None)), self.query_rows)
+
+    def mean_ap(self, xq: NDArray[np.float32], index: FlatIndex) -> float:
+        """Mean average precision in percent of the full ranking of an index by xq (nq, D)."""
+        (scores,) = evaluate(index, xq, self.truth, ks=()).values()
         return 100 * scores.mean_ap
+
+
+def ranking_index(xb: NDArray[np.float32]) -> FlatIndex:
+    """An index that many settings are ranked in: whole rankings are faster than counting while there are few rows."""
+    return SmallIndex(xb) if len(xb) <= SMALL_ROWS else FlatIndex(xb)
 
 
 def load_set(database: str, queries: str | None, cache: str | None = None) -> ValidationSet:
@@ -74,31 +83,31 @@ def load_set(database: str, queries: str | None, cache: str | None = None) -> Va
                           "give queries that are all in the database or all outside it")
     name = stored.uri.rstrip("/").rsplit("/", 1)[-1]
     labels, query_labels = comparable_labels(stored, asked)
-    return ValidationSet(name, _unit(stored.read()), labels, _unit(asked.read()), query_labels,
+    return ValidationSet(name, stored.read().astype(np.float32), labels, asked.read().astype(np.float32), query_labels,
                          rows if inside else None)
 
 
-def _unit(vectors: NDArray[np.floating]) -> NDArray[np.float32]:
-    wide = vectors.astype(np.float32)
-    return wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-12)
-
-
-@torch.no_grad()
 def expand(
-    network: LAttQE, x: NDArray[np.float32], xb: NDArray[np.float32], near: NDArray[np.integer], k: int, team: Team,
-    dba: bool = False,
+    method: AttentionExpansion, index: FlatIndex, one: ValidationSet, found: Found, k: int, team: Team
 ) -> NDArray[np.float32]:
-    """Expand x (n, D) from rows near (n, k or more) of xb (nb, D); the workers share the rows and all get (n, D)."""
-    network.eval()
-    near = near[:, : network.depth(k)]
-    mine = team.share(len(x), BLOCK)
-    result = torch.zeros(x.shape)
-    for start in range(mine.start, mine.stop, BLOCK):
-        rows = slice(start, min(start + BLOCK, mine.stop))
-        found = near[rows]
-        items = torch.from_numpy(np.concatenate((x[rows, None], xb[found]), axis=1)).to(team.device)
-        valid = torch.from_numpy(np.pad(found >= 0, ((0, 0), (1, 0)), constant_values=True)).to(team.device)
-        result[rows] = aggregate(network(items, valid, dba=dba, k=k).weights, items).cpu()
+    """Expand the queries of a set as every search does; the workers share them and all get (nq, D)."""
+    mine = team.share(len(one.xq), BLOCK)
+    exclude = None if one.query_rows is None else one.query_rows[mine]
+    done = expand_queries(index, one.xq[mine], method, k, found=(found[0][mine], found[1][mine]), exclude=exclude)
+    return _together(one.xq.shape, mine, done.vectors, team)
+
+
+def augment(method: AttentionExpansion, index: FlatIndex, graph: Found, k: int, team: Team) -> NDArray[np.float32]:
+    """Augment all rows as `lattqe augment` does, from their graph's D and I (nb, t); all workers get (nb, D)."""
+    mine = team.share(index.rows, BLOCK)
+    rows = np.arange(index.rows)[mine]
+    done = augment_rows(index, rows, graph[0][mine], graph[1][mine], method, k)
+    return _together((index.rows, index.dim), mine, done.vectors, team)
+
+
+def _together(shape: tuple[int, ...], mine: slice, vectors: NDArray[np.float32], team: Team) -> NDArray[np.float32]:
+    result = torch.zeros(shape)
+    result[mine] = torch.from_numpy(vectors)
     return team.total(result).numpy()
 
 
@@ -107,10 +116,13 @@ def validate(
 ) -> dict[str, dict[str, float]]:
     """LAttQE's mAP in percent for each number of neighbors and set, and the mean: {"64": {"mean": …, name: …}}."""
     result: dict[str, dict[str, float]] = {str(k): {} for k in ks}
+    method = AttentionExpansion(network, device=str(team.device))
     for one in sets:
-        near = one.neighbors(one.xq, one.xb, network.depth(max(ks)))
+        index = one.index
+        found = one.nearest(index, method.depth(max(ks)))
         for k in ks:
-            result[str(k)][one.name] = one.mean_ap(expand(network, one.xq, one.xb, near, k, team), one.xb)
+            xq = expand(method, index, one, found, k, team)
+            result[str(k)][one.name] = one.mean_ap(xq, index)
     return {k: {"mean": float(np.mean(list(found.values()))), **found} for k, found in result.items()}
 
 
@@ -122,12 +134,14 @@ def validate_dba(
     nQE 0 searches the augmented database with the query as it is.
     """
     total = {str(m): dict.fromkeys(map(str, (0, *n_qe)), 0.0) for m in n_dba}
+    method = AttentionExpansion(network, device=str(team.device))
+    for_rows = AttentionExpansion(network, dba=True, device=str(team.device))
     for one in sets:
-        graph = knn_graph(one.xb, min(network.depth(max(n_dba)), len(one.xb) - 1))[0]
+        graph = knn_graph(one.xb, min(for_rows.depth(max(n_dba)), max(len(one.xb) - 1, 1)))[::-1]
         for m in n_dba:
-            xb = expand(network, one.xb, one.xb, graph, m, team, dba=True)
-            near = one.neighbors(one.xq, xb, network.depth(max(n_qe)))
+            index = ranking_index(augment(for_rows, one.index, graph, m, team))
+            found = one.nearest(index, method.depth(max(n_qe)))
             for k in (0, *n_qe):
-                xq = expand(network, one.xq, xb, near, k, team) if k else one.xq
-                total[str(m)][str(k)] += one.mean_ap(xq, xb) / len(sets)
+                xq = expand(method, index, one, found, k, team) if k else one.xq
+                total[str(m)][str(k)] += one.mean_ap(xq, index) / len(sets)
     return total

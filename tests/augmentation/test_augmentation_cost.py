@@ -8,9 +8,10 @@ from cluster.augmentation import Augmentation, begin_index, run_augmentation_her
 from jobs.append import prepare
 from lattqe.augmentation import Recipe
 from lattqe.expansion import create
-from lattqe.expansion.rows import expand_rows
+from lattqe.expansion.rows import augment_rows
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search import knn_graph
+from lattqe.search.index import StoredIndex
 from lattqe.search.pairing import Clock
 from lattqe.search.update import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, open_place, read_manifest
@@ -74,5 +75,5 @@ def test_growth_costs_its_share_and_equals_from_scratch(world, tmp_path, new, re
     # Every tenth row, and all that joined: whether touched or taken over.
     rows = np.r_[0:joined.rows:10, len(kept):joined.rows]
     method = create("lattqe", model=str(folder / "model"), dba=True)
-    expected = expand_rows(method, joined.gather(rows), I[rows], D[rows], joined.gather)
+    expected = augment_rows(StoredIndex([joined]), rows, D[rows], I[rows], method, K).vectors
     np.testing.assert_allclose(FeatureSet.open(str(tmp_path / "grown")).gather(rows), expected, atol=1e-6)

@@ -6,8 +6,8 @@ import pytest
 from lattqe.augmentation import Recipe, describe, recompute, renumbered, reusable_rows
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
-from lattqe.expansion.rows import expand_rows
-from lattqe.search import knn_graph
+from lattqe.expansion.rows import augment_rows
+from lattqe.search import FlatIndex, knn_graph
 from lattqe.search.update import update_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Pending, features_table, neighbors_table
 from lattqe.store.writer import check_joinable, join_features, kept_rows, stack_features
@@ -33,7 +33,9 @@ def write_graph(uri, features, k=K):
 
 def write_index(uri, features, graph, method="alphaqe", spoil=None, **params):
     I, D = graph.read()  # noqa: E741
-    vectors = expand_rows(create(method, **params), features.read(), I, D, features.gather).astype(features.dtype)
+    index = FlatIndex(features.read())
+    vectors = augment_rows(index, np.arange(features.rows), D, I, create(method, **params), K).vectors
+    vectors = vectors.astype(features.dtype)
     if spoil is not None:
         vectors[spoil] = vectors[spoil - 1]
     pending = Pending.begin(str(uri), "features", {"dim": DIM, "dtype": features.dtype}, [features.rows],

@@ -12,8 +12,8 @@ from test_expansion_weights import dual_of_sklearn, twin_expand, twin_weights, u
 
 import lattqe
 from lattqe.errors import LattqeError
-from lattqe.expansion import arrays, create, rows
-from lattqe.expansion.lowest import lowest_outside
+from lattqe.expansion import create, rows
+from lattqe.expansion.dqe import lowest_outside
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search import FlatIndex
 
@@ -124,7 +124,7 @@ def test_sharing_does_not_show(monkeypatch):
 def test_blocks_of_queries_do_not_show(monkeypatch):
     xb, xq = vectors(40, 8, 0, False), vectors(11, 8, 1, False)
     whole = lattqe.expand(xq, xb, "dqe")
-    monkeypatch.setattr(arrays, "QUERY_BLOCK", 3)
+    monkeypatch.setattr(rows, "QUERY_BLOCK", 3)
     np.testing.assert_allclose(lattqe.expand(xq, xb, "dqe"), whole, atol=1e-6)
 
 

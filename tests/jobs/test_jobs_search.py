@@ -5,10 +5,11 @@ import pytest
 from typer.testing import CliRunner
 
 import jobs.search
+import lattqe
 from cluster.session import ray_session
 from lattqe.errors import LattqeError
 from lattqe.expansion import create
-from lattqe.expansion.rows import expand_rows
+from lattqe.expansion import rows as road
 from lattqe.search import FlatIndex
 from lattqe.store import FeatureSet, FeatureWriter, Ranks, open_place
 
@@ -50,9 +51,7 @@ def in_memory(sets, k, method=None, nqe=0, distractors=False):
     xb = np.concatenate([sets[name].read() for name in names])
     index, xq = FlatIndex(xb), sets["queries"].read()
     if method is not None:
-        scores, ids = index.search(xq, nqe)
-        negatives = index.lowest(xq, method.negatives)[1] if method.negatives else None
-        xq = expand_rows(method, xq, ids, scores, index.gather, negatives)
+        xq = lattqe.expand(xq, xb, method, nqe)
     return index.search(xq, k)
 
 
@@ -80,15 +79,15 @@ def test_ranks_are_those_of_an_exact_search(sets, tmp_path, options, expected):
 def test_a_stopped_search_goes_on(sets, tmp_path, monkeypatch):
     monkeypatch.setattr(jobs.search, "PART_QUERIES", 20)
     calls = []
-    real = jobs.search.expand_queries
+    real = road.expand_queries
 
-    def stopping(index, xq, expansion):
+    def stopping(index, xq, *given):
         calls.append(len(xq))
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return real(index, xq, expansion)
+        return real(index, xq, *given)
 
-    monkeypatch.setattr(jobs.search, "expand_queries", stopping)
+    monkeypatch.setattr(road, "expand_queries", stopping)
     options = ("-k", 5, "--expand", "aqe", "--nqe", 3)
     with pytest.raises((KeyboardInterrupt, AssertionError)):
         search(sets, tmp_path / "ranks", *options)

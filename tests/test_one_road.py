@@ -1,0 +1,194 @@
+"""Every way of expanding gives the same answer: the Python API, the verbs, a benchmark cell, validation, verification.
+
+The reference is a loop over single queries with a full float64 ranking that asks the method, or the network itself,
+for the weights of one list: nothing of the road is in it.
+"""
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import jobs.augment
+import jobs.search
+import jobs.verify
+import lattqe
+from cluster.session import ray_session
+from lattqe.benchmark.cells import measure
+from lattqe.benchmark.small import SmallIndex
+from lattqe.benchmark.spec import Setting
+from lattqe.evaluation import LabelTruth, evaluate
+from lattqe.expansion import create
+from lattqe.model import LAttQE, LAttQEConfig
+from lattqe.search import FlatIndex
+from lattqe.store import FeatureSet, FeatureWriter, Ranks
+from lattqe.training.team import Team
+from lattqe.training.validation import ValidationSet, validate, validate_dba
+
+DIM, ROWS, QUERIES, K, LISTED = 24, 400, 40, 6, 15
+BOUND = 1e-4  # of a network's vectors: what its fast inference promises
+METHODS = ("aqe", "aqewd", "alphaqe", "dqe", "content", "relational")
+OPTIONS = {"alphaqe": {"alpha": 2.0}, "dqe": {"C": 0.5, "negatives": 7}}
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    with ray_session(cpus=2):
+        yield
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A labelled database with queries around the same centres, duplicates among the rows, and two networks."""
+    folder = tmp_path_factory.mktemp("road")
+    rng = np.random.default_rng(5)
+    centres = rng.normal(size=(20, DIM))
+    labels = {"database": rng.integers(0, 20, ROWS), "queries": rng.integers(0, 20, QUERIES)}
+    for name, of in labels.items():
+        x = centres[of] + 1.1 * rng.normal(size=(len(of), DIM))
+        if name == "database":
+            x[50:55] = x[0]
+        with FeatureWriter(str(folder / name), DIM, "float32", labels=True) as writer:
+            writer.append(x, [f"{name}-{row}" for row in range(len(x))], of.astype(np.int32))
+    torch.manual_seed(0)
+    content = LAttQE(LAttQEConfig(dim=DIM, heads=4, layers=2, max_k=16, positional_start="small"))
+    relational = LAttQE(LAttQEConfig(dim=DIM, width=16, heads=4, layers=1, max_k=16, relational=True, background=64))
+    for layer in (relational.head.weight, relational.head.beta):
+        torch.nn.init.normal_(layer.weight, std=0.5)
+    for name, network in (("content", content), ("relational", relational)):
+        network.eval().save(str(folder / name))
+    return folder
+
+
+def arrays(world):
+    return FeatureSet.open(str(world / "queries")).read(), FeatureSet.open(str(world / "database")).read()
+
+
+def given(world, name):
+    """The method's name and parameters."""
+    if name in ("content", "relational"):
+        return "lattqe", {"model": str(world / name)}
+    return name, OPTIONS.get(name, {})
+
+
+def options(world, name):
+    """The same for a verb."""
+    return [word for key, value in given(world, name)[1].items() for word in (f"--{key}", str(value))]
+
+
+def setting(world, name, k=K):
+    method, params = given(world, name)
+    return Setting(method, k, tuple(sorted(params.items())))
+
+
+def twin(world, name, x, xb, own=None):
+    """Expand one item x (D,) from its ranking of xb, without row `own`."""
+    scores = xb.astype(np.float64) @ x.astype(np.float64)
+    order = np.lexsort((np.arange(len(xb)), -scores))
+    order = order[order != own] if own is not None else order
+    if name in ("content", "relational"):
+        network = LAttQE.load(str(world / name))
+        items = np.concatenate([x[None], xb[order[: network.depth(K)]]])
+        with torch.no_grad():
+            weights = network(torch.from_numpy(items[None]), dba=own is not None, k=K).weights[0].numpy()
+        total = weights @ items
+        return total / np.linalg.norm(total)
+    method = create(name, **OPTIONS.get(name, {}))
+    more = {}
+    if method.negatives:
+        rest = order[K:]
+        more = {"negatives": xb[rest[np.lexsort((rest, scores[rest]))][: method.negatives]][None]}
+    return method.expand(x[None], xb[order[:K]][None], scores[order[:K]][None], **more).vectors[0]
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def case(request, world):
+    """A method, and what the loop gives for all queries and for every fifth row."""
+    xq, xb = arrays(world)
+    rows = np.arange(0, ROWS, 5)
+    return (request.param, np.stack([twin(world, request.param, x, xb) for x in xq]), rows,
+            np.stack([twin(world, request.param, xb[row], xb, own=row) for row in rows]))
+
+
+def test_the_python_api_is_the_loop(world, case):
+    name, queries, rows, augmented = case
+    xq, xb = arrays(world)
+    method, params = given(world, name)
+    np.testing.assert_allclose(lattqe.expand(xq, xb, method, K, **params), queries, atol=BOUND)
+    np.testing.assert_allclose(lattqe.augment(xb, method, K, **params)[rows], augmented, atol=BOUND)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("workers", [1, 2])
+def test_search_is_the_python_api(world, case, workers, tmp_path, local_ray):
+    name, queries, _, _ = case
+    xq, xb = arrays(world)
+    method, params = given(world, name)
+    call(jobs.search.app, world / "database", world / "queries", "--to", tmp_path / "ranks", "-k", LISTED,
+         "--expand", method, "--nqe", K, "--workers", workers, *options(world, name))
+    ids, scores = Ranks.open(str(tmp_path / "ranks")).read()
+    expected = FlatIndex(xb).search(lattqe.expand(xq, xb, method, K, **params), LISTED)
+    np.testing.assert_array_equal(ids, expected[1])
+    np.testing.assert_array_equal(scores, expected[0])
+    # The loop's ranking, up to rows whose scores are closer than the vectors are.
+    of_loop = queries.astype(np.float64) @ xb.T.astype(np.float64)
+    np.testing.assert_allclose(np.take_along_axis(of_loop, ids, axis=1), -np.sort(-of_loop, axis=1)[:, :LISTED],
+                               atol=10 * BOUND)
+
+
+@pytest.mark.ray
+def test_augment_is_the_python_api_and_verify_agrees(world, case, tmp_path, local_ray):
+    name = case[0]
+    method, params = given(world, name)
+    call(jobs.augment.app, world / "database", "--to", tmp_path / "index", "--method", method, "-k", K,
+         *options(world, name))
+    index = FeatureSet.open(str(tmp_path / "index"))
+    np.testing.assert_allclose(index.read(), lattqe.augment(arrays(world)[1], method, K, **params), atol=BOUND)
+    assert "computed again" in call(jobs.verify.app, tmp_path / "index", "--recompute", ROWS)
+
+
+@pytest.mark.parametrize("index", [FlatIndex, SmallIndex])
+def test_a_benchmark_cell_is_the_python_api(world, case, index):
+    name = case[0]
+    method, params = given(world, name)
+    xq, xb = arrays(world)
+    truth = label_truth(world)
+    measured = {}
+    measure(index(xb), xq, truth, [None, setting(world, name), setting(world, name, 2 * K)], measured.__setitem__)
+    for k in (K, 2 * K):
+        (expected,) = evaluate(FlatIndex(xb), lattqe.expand(xq, xb, method, k, **params), truth).values()
+        np.testing.assert_array_equal(measured[setting(world, name, k)].scores[0].ap, expected.ap)
+
+
+@pytest.mark.parametrize("name", ["content", "relational"])
+def test_validation_is_the_python_api(world, name):
+    network = LAttQE.load(str(world / name))
+    xq, xb = arrays(world)
+    labels = {each: FeatureSet.open(str(world / each)).labels() for each in ("database", "queries")}
+    one = ValidationSet("one", xb, labels["database"], xq, labels["queries"])
+    truth = label_truth(world)
+
+    def mean_ap(queries, rows):
+        (scores,) = evaluate(FlatIndex(rows), queries, truth).values()
+        return 100 * scores.mean_ap
+
+    found = validate(network, [one], (K, 2 * K), Team())
+    for k in (K, 2 * K):
+        assert found[str(k)]["one"] == pytest.approx(mean_ap(lattqe.expand(xq, xb, "lattqe", k, model=network), xb))
+    index = lattqe.augment(xb, "lattqe", K, model=network)
+    with_dba = validate_dba(network, [one], (K,), (4,), Team())[str(K)]
+    assert with_dba["0"] == pytest.approx(mean_ap(xq, index), abs=0.1)  # shared products move the last bits
+    assert with_dba["4"] == pytest.approx(mean_ap(lattqe.expand(xq, index, "lattqe", 4, model=network), index), abs=0.1)
+
+
+def label_truth(world):
+    labels = {each: FeatureSet.open(str(world / each)).labels() for each in ("database", "queries")}
+    return LabelTruth(labels["database"], query_labels=labels["queries"])
+
+
+def call(app, *words):
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
