@@ -176,7 +176,7 @@ def _count_clear(products: np.ndarray, scores: np.ndarray, rows: np.ndarray, err
 class StoredIndex:
     """Feature sets, one after the other, as one exact index in this process; an `Index`, as `ShardedIndex` is on Ray.
 
-    Rows stay where they are mapped. Whoever only gathers some of them does not read the others.
+    Rows stay where they are mapped. Gathering some of them does not read the others.
     """
 
     def __init__(self, sets: "Sequence[FeatureSet]", device: torch.device | None = None) -> None:
