@@ -107,7 +107,20 @@ def parameter(default: Any, help: str, *, symbol: str = "", tries: tuple[Any, ..
 
 
 @dataclass
-class Method(ABC):
+class Described:
+    """A dataclass that says what its parameters are."""
+
+    @classmethod
+    def parameters(cls) -> dict[str, Parameter]:
+        """The parameters that users may set, by name."""
+        found = {f.name: f for f in dataclasses.fields(cls) if "help" in f.metadata}
+        return {name: Parameter(name, f.metadata["kind"], f.default, f.metadata["help"],
+                                f.metadata["symbol"] or name, f.metadata["tries"], f.metadata["address"])
+                for name, f in found.items()}
+
+
+@dataclass
+class Method(Described, ABC):
     """One θ. Its dataclass fields are its parameters; `create` checks their names.
 
     All that verbs, run files and reports must know of a method stands in its class: names, defaults, what to try.
@@ -130,14 +143,6 @@ class Method(ABC):
         cls.label = cls.label or name
         cls.dba_label = cls.dba_label or f"{cls.label} (DBA)"
 
-    @classmethod
-    def parameters(cls) -> dict[str, Parameter]:
-        """The parameters that users may set, by name."""
-        found = {f.name: f for f in dataclasses.fields(cls) if "help" in f.metadata}
-        return {name: Parameter(name, f.metadata["kind"], f.default, f.metadata["help"],
-                                f.metadata["symbol"] or name, f.metadata["tries"], f.metadata["address"])
-                for name, f in found.items()}
-
     @property
     def largest_k(self) -> int | None:
         """The most neighbors that can be weighed; None: any number."""
@@ -156,7 +161,7 @@ class Method(ABC):
         """How many neighbors must be fetched so that k of them can be weighed."""
         return k
 
-    def check_width(self, dim: int, what: str = "vectors") -> None:  # noqa: B027
+    def check_width(self, dim: int, what: str = "vectors") -> None:
         """Refuse vectors of a length that the method was not made for; `what` names them. Formulas take any."""
 
     @property
