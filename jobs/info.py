@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from jobs.console import command, human_bytes, print_json, run, show_table
+from lattqe.errors import LattqeError
 
 SAMPLE_ROWS = 3
 SHOWN_VALUES = 4
@@ -39,15 +40,35 @@ def describe(artifact: Any) -> dict[str, Any]:
 
 def sample(artifact: Any) -> list[dict[str, Any]]:
     """The first few rows; of a model its metrics."""
-    from lattqe.store import load_model
+    from lattqe.store import Ranks, load_model
     from lattqe.store.parts import StoredRows
 
     if isinstance(artifact, StoredRows):
         rows = artifact.table(0, min(SAMPLE_ROWS, artifact.rows)).to_pylist()
+        if isinstance(artifact, Ranks):
+            rows = [{**row, "neighbors": names} for row, names in zip(rows, _found_ids(artifact, rows))]
         return [{name: _shortened(value) for name, value in row.items()} for row in rows]
     if artifact.manifest.kind == "model":
         return [load_model(artifact.place.uri)[2]]
     return []
+
+
+def _found_ids(ranks: Any, rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """Ids of the first results of some queries; their row numbers where the set that was searched is out of reach."""
+    import numpy as np
+
+    lists = [row["neighbors"][:SHOWN_VALUES] for row in rows]
+    try:
+        sets = ranks.searched()
+        starts = np.cumsum([0, *(one.rows for one in sets)])
+        def name(row: int) -> str | None:
+            if row < 0:
+                return None
+            number = int(np.searchsorted(starts, row, side="right")) - 1
+            return sets[number].gather_ids(np.array([row - starts[number]]))[0]
+        return [[name(row) for row in found] for found in lists]
+    except (LattqeError, IndexError):
+        return lists
 
 
 def _shortened(value: Any) -> Any:

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from lattqe.errors import CorruptDataError
 from lattqe.store.features import NORM_TOLERANCE, FeatureSet, IdRegister, bad_ids, norms
-from lattqe.store.lists import NeighborGraph, Ranks
+from lattqe.store.lists import NeighborGraph, Ranks, impossible_lists
 from lattqe.store.manifest import Manifest, read_manifest
 from lattqe.store.models import load_model
 from lattqe.store.parts import StoredRows, load_part
@@ -95,9 +95,7 @@ def verify_features(features: FeatureSet, report: Report = lambda rows: None) ->
 
 def verify_lists(lists: NeighborGraph, report: Report = lambda rows: None) -> None:
     """Rows in range, padding at the end, scores finite and sorted, no row twice, in a graph no row beside itself."""
-    limit = lists.manifest.fields.get("database_rows", None if isinstance(lists, Ranks) else lists.rows)
-    if not isinstance(limit, int | None):
-        raise CorruptDataError(f"{lists.uri}: its manifest speaks of {limit!r} database rows")
+    limit = lists.database_rows
     for where, first, batch in _batches(lists, report):
         if isinstance(lists, Ranks):
             _check_ids(batch.column("id"), where, first)
@@ -114,16 +112,11 @@ def verify_lists(lists: NeighborGraph, report: Report = lambda rows: None) -> No
 def _list_faults(I: np.ndarray, D: np.ndarray, limit: int | None,  # noqa: E741
                  own: int | None) -> Iterator[tuple[str, np.ndarray]]:
     """(what is wrong, which rows (n,) bool) for lists I, D (n, k); `own` is the row number of the first list."""
+    yield from impossible_lists(I, D, limit, own)
     padding = I == -1
-    yield "names a row below -1", np.any(I < -1, axis=1)
-    if limit is not None:
-        yield f"names a row beyond the {limit} there are", np.any(limit <= I, axis=1)
     yield "has a neighbor after its padding", (padding[:, :-1] & ~padding[:, 1:]).any(axis=1)
-    yield "has a score that is not finite", ~np.isfinite(D).all(axis=1)
     yield "has a score other than 0 in its padding", (padding & (D != 0)).any(axis=1)
     yield "has scores that are not sorted", ((D[:, 1:] > D[:, :-1]) & ~padding[:, 1:]).any(axis=1)
-    if own is not None:
-        yield "is its own neighbor", (np.arange(own, own + len(I))[:, None] == I).any(axis=1)
     ordered = np.sort(I, axis=1)
     yield "names a neighbor twice", ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != -1)).any(axis=1)
 

@@ -163,6 +163,15 @@ class FeatureSet(StoredRows):
         """Ids of rows start..stop."""
         return self._column("id", start, stop).to_pylist()
 
+    def gather_ids(self, rows: np.ndarray) -> list[str]:
+        """Ids of a row list (n,) in its order, repeats allowed."""
+        rows = self.parts.check_rows(rows)
+        found = [""] * len(rows)
+        for batch, places, within in self.parts.groups(rows):
+            for place, name in zip(places.tolist(), batch.column("id").take(pa.array(within)).to_pylist()):
+                found[place] = name
+        return found
+
     def labels(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Labels of rows start..stop, (n,) int32."""
         if not self.has_labels:

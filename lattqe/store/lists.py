@@ -1,11 +1,12 @@
 """A neighbor graph (row i: the neighbors of row i of its feature set) and lists of ranks (one row for each query)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
 
 from lattqe.errors import CorruptDataError, LattqeError
+from lattqe.store.features import FeatureSet
 from lattqe.store.manifest import Manifest, describe_kind
 from lattqe.store.parts import StoredRows
 from lattqe.store.place import Place
@@ -21,6 +22,8 @@ class NeighborGraph(StoredRows):
 
     def __init__(self, place: Place, manifest: Manifest, cache: str | None = None) -> None:
         self.k = _list_length(manifest, place.uri)
+        # How many rows there are to be named: of ranks None where the manifest does not say.
+        self.database_rows = _database_rows(manifest, place.uri)
         super().__init__(place, manifest, cache)
 
     def read(self, start: int = 0, stop: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -50,6 +53,15 @@ class NeighborGraph(StoredRows):
         for start in range(0, self.rows, size):
             yield start, *self.read(start, min(start + size, self.rows))
 
+    def _check(self, batch: pa.RecordBatch, first: int, where: str) -> None:
+        """Refuse lists that would lead out of the feature set, or back to the row itself; `verify` checks more."""
+        I, D = _lists(batch)  # noqa: E741
+        own = None if isinstance(self, Ranks) else first
+        for fault, wrong in impossible_lists(I, D, self.database_rows, own):
+            rows = np.flatnonzero(wrong)
+            if len(rows):
+                raise CorruptDataError(f"{where}: row {first + rows[0]} {fault}")
+
     def verify(self) -> None:
         """Check every checksum and every invariant; CorruptDataError at the first fault."""
         from lattqe.store.artifacts import verify_lists
@@ -62,14 +74,53 @@ class Ranks(NeighborGraph):
 
     kind = "ranks"
 
+    def searched(self, given: Sequence[str] = ()) -> list[FeatureSet]:
+        """The sets whose rows the lists name, in order: the database, then distractors where there were some.
+
+        They are opened where the ranks say that they were, or at the addresses `given`, and must be the same.
+        """
+        inputs = [self.manifest.inputs[name] for name in ("database", "distractors") if name in self.manifest.inputs]
+        if len(given) not in (0, len(inputs)):
+            raise LattqeError(f"{self.uri} was found in {len(inputs)} sets, {len(given)} are given: name all of them")
+        sets = []
+        for number, entry in enumerate(inputs):
+            uri = given[number] if given else entry["uri"]
+            try:
+                features = FeatureSet.open(uri)
+            except LattqeError as error:
+                hint = "" if given else " (give its address by --database)"
+                raise LattqeError(f"the rows that {self.uri} names cannot be read{hint}: {error}") from error
+            if features.digest != entry["digest"]:
+                raise LattqeError(f"{uri} is not the set that {self.uri} was found in: give that one by --database")
+            sets.append(features)
+        return sets
+
     def ids(self, start: int = 0, stop: int | None = None) -> list[str]:
         """Ids of the queries of rows start..stop."""
         start, stop = self.parts.span(start, stop)
         return [name for _, batch in self.parts.slices(start, stop) for name in batch.column("id").to_pylist()]
 
 
+def impossible_lists(I: np.ndarray, D: np.ndarray, limit: int | None,  # noqa: E741
+                     own: int | None) -> Iterator[tuple[str, np.ndarray]]:
+    """(what is wrong, which rows (n,) bool) of lists I, D (n, k); `own` is the row number of a graph's first list."""
+    yield "names a row below -1", np.any(I < -1, axis=1)
+    if limit is not None:
+        yield f"names a row beyond the {limit} there are", np.any(limit <= I, axis=1)
+    yield "has a score that is not finite", ~np.isfinite(D).all(axis=1)
+    if own is not None:
+        yield "is its own neighbor", (np.arange(own, own + len(I))[:, None] == I).any(axis=1)
+
+
 def _lists(batch: pa.RecordBatch) -> tuple[np.ndarray, np.ndarray]:
     return column_matrix(batch.column("neighbors")), column_matrix(batch.column("scores"))
+
+
+def _database_rows(manifest: Manifest, uri: str) -> int | None:
+    rows = manifest.fields.get("database_rows", None if manifest.kind == Ranks.kind else manifest.rows)
+    if not isinstance(rows, int | None) or isinstance(rows, bool):
+        raise CorruptDataError(f"{uri}: its manifest speaks of {rows!r} database rows")
+    return rows
 
 
 def _list_length(manifest: Manifest, uri: str) -> int:

@@ -148,6 +148,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     manifest = Manifest(body["kind"], body["rows"], tuple(_parse_part(part, where) for part in body["parts"]),
                         body["fields"], body["config"], _parse_inputs(body["inputs"], where), body["code_version"],
                         version)
+    if not manifest.parts:
+        raise CorruptDataError(f"{where} names no parts: an artifact has at least one")
     names = [part.name for part in manifest.parts]
     if len(set(names)) != len(names):
         raise CorruptDataError(f"{where} names a part twice")

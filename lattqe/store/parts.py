@@ -6,11 +6,11 @@ Parts of a remote artifact can be kept in a folder on this machine (`PartCache`)
 import fcntl
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,9 @@ RESIDENT_BYTES = 256 << 20
 # Parts that threads load beforehand: two checksums at once keep up with the raw speed of a disk cache.
 PARTS_AHEAD = 2
 FETCHES = 3  # of a part that does not match its checksum
+
+# Looks at a part's rows when they are loaded: the batch, its first row, its address.
+Check: TypeAlias = Callable[[pa.RecordBatch, int, str], None]
 
 # Files on disk whose checksum this process has found right: (path, signature of the file, checksum).
 _checked: set[tuple[str, tuple[int, int, int], str]] = set()
@@ -69,8 +72,8 @@ def _check(data: pa.Buffer, part: Part, where: str) -> None:
 class Parts:
     """The rows of a stored artifact as Arrow batches, one for each part."""
 
-    def __init__(self, place: Place, manifest: Manifest, cache: str | None = None) -> None:
-        self.place, self.manifest = place, manifest
+    def __init__(self, place: Place, manifest: Manifest, cache: str | None, check: Check) -> None:
+        self.place, self.manifest, self._check = place, manifest, check
         self._cache = PartCache(cache, manifest.digest) if cache is not None and not place.is_local else None
         self.starts = np.cumsum([0, *(part.rows for part in manifest.parts)])
         self._kept: OrderedDict[int, pa.RecordBatch] = OrderedDict()
@@ -87,7 +90,9 @@ class Parts:
             data = self._cache.load(self.place, part)
         else:
             data = load_part(self.place, part)
-        batch = decode_part(data, self.manifest.fields["columns"], part.rows, f"{self.place.uri}/{part.name}")
+        where = f"{self.place.uri}/{part.name}"
+        batch = decode_part(data, self.manifest.fields["columns"], part.rows, where)
+        self._check(batch, int(self.starts[number]), where)
         if keep:
             self._keep(number, batch)
         return batch
@@ -190,13 +195,16 @@ class StoredRows:
 
     def __init__(self, place: Place, manifest: Manifest, cache: str | None = None) -> None:
         self.place, self.manifest, self.uri = place, manifest, place.uri
-        self.parts = Parts(place, manifest, cache)
+        self.parts = Parts(place, manifest, cache, self._check)
 
     @classmethod
     def open(cls, uri: str, cache: str | None = None) -> Self:
         """Open a finished artifact of this kind; `cache` is a local folder to keep parts of a remote one in."""
         place = open_place(uri)
         return cls(place, read_manifest(place, cls.kind), cache)
+
+    def _check(self, batch: pa.RecordBatch, first: int, where: str) -> None:
+        """Raise CorruptDataError for a part whose values would do harm, whatever its checksum says."""
 
     @property
     def rows(self) -> int:

@@ -16,9 +16,9 @@ from lattqe.store.manifest import Manifest
 
 
 @pytest.fixture(scope="module")
-def things(tmp_path_factory):
+def artifacts(tmp_path_factory):
     """A feature set of several parts, a graph, ranks and a model."""
-    base = tmp_path_factory.mktemp("things")
+    base = tmp_path_factory.mktemp("artifacts")
     source = {"source": {"uri": "vectors.npy", "digest": "d1", "kind": "file.npy"}}
     with FeatureWriter(str(base / "features"), 8, labels=True, part_bytes=2000, inputs=source,
                        config={"note": "[bold]not markup[/oops]"}) as writer:
@@ -26,8 +26,8 @@ def things(tmp_path_factory):
                       labels=np.arange(300) // 10)
     I, D = (np.arange(300)[:, None] + [[1, 2]]) % 300, np.tile(np.float32([0.5, 0.25]), (300, 1))  # noqa: E741
     for kind, table in (("neighbors", neighbors_table(I, D)), ("ranks", ranks_table(writer.close().ids(), I, D))):
-        pending = Pending.begin(str(base / kind), kind, {"k": 2}, [300],
-                                inputs={"features": writer.close().as_input()})
+        role = "database" if kind == "ranks" else "features"
+        pending = Pending.begin(str(base / kind), kind, {"k": 2}, [300], inputs={role: writer.close().as_input()})
         pending.publish(0, table)
         pending.finish()
     save_model(str(base / "model"), {"w": np.ones((4, 5), np.float32)}, {"heads": 8}, {"map": 0.5})
@@ -53,22 +53,22 @@ def run(capsys):
     ("features", ["a feature set", "300 × 8 float16", "label: int32", "vectors.npy (file.npy, digest d1)", "image 2",
                   "[bold]not markup[/oops]"]),
     ("neighbors", ["a neighbor graph", "300 × 2", "(features, digest", '"scores": [0.5, 0.25]']),
-    ("ranks", ["a list of ranks", "300 × 2", '"id": "image 0"']),
+    ("ranks", ["a list of ranks", "300 × 2", '"id": "image 0", "neighbors": ["image 1", "image 2"]']),
     ("model", ["a model", "1, 20 parameters", '{"map": 0.5}', "heads"]),
 ])
-def test_info_tells_what_a_thing_is(run, things, kind, shown):
-    code, out, err = run(jobs.info, things / kind)
+def test_info_tells_what_an_artifact_is(run, artifacts, kind, shown):
+    code, out, err = run(jobs.info, artifacts / kind)
     assert (code, out) == (0, "")
     for text in shown:
         assert text in err
 
 
 @pytest.mark.parametrize("kind", ["features", "neighbors", "ranks", "model"])
-def test_info_for_programs(run, things, kind):
-    code, out, _ = run(jobs.info, things / kind, "--json")
+def test_info_for_programs(run, artifacts, kind):
+    code, out, _ = run(jobs.info, artifacts / kind, "--json")
     facts = json.loads(out)
     assert (code, facts["kind"], facts["rows"]) == (0, kind, 0 if kind == "model" else 300)
-    assert facts["digest"] == open_artifact(str(things / kind)).manifest.digest
+    assert facts["digest"] == open_artifact(str(artifacts / kind)).manifest.digest
     assert len(facts["sample"]) == (1 if kind == "model" else 3)
 
 
@@ -84,14 +84,14 @@ def test_what_cannot_be_opened(run, tmp_path, job):
 
 
 @pytest.mark.parametrize("kind", ["features", "neighbors", "ranks", "model"])
-def test_verify_sound_things(run, things, kind):
-    code, out, err = run(jobs.verify, things / kind)
+def test_verify_sound_artifacts(run, artifacts, kind):
+    code, out, err = run(jobs.verify, artifacts / kind)
     assert (code, out) == (0, "")
     assert err.startswith("sound: a ")
 
 
-def test_verify_names_the_damaged_part(run, things, tmp_path):
-    shutil.copytree(things / "features", tmp_path / "copy")
+def test_verify_names_the_damaged_part(run, artifacts, tmp_path):
+    shutil.copytree(artifacts / "features", tmp_path / "copy")
     part = tmp_path / "copy" / "part-00001.arrow"
     data = bytearray(part.read_bytes())
     data[300] ^= 1
@@ -105,21 +105,21 @@ def test_verify_names_the_damaged_part(run, things, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
 
-def test_verify_a_damaged_manifest_and_a_newer_one(run, things, tmp_path):
-    shutil.copytree(things / "features", tmp_path / "copy")
+def test_verify_a_damaged_manifest_and_a_newer_one(run, artifacts, tmp_path):
+    shutil.copytree(artifacts / "features", tmp_path / "copy")
     manifest = tmp_path / "copy" / "manifest.json"
     text = manifest.read_bytes()
     manifest.write_bytes(text[:-10])
     assert run(jobs.verify, tmp_path / "copy")[0] == 1
-    newer = FeatureSet.open(str(things / "features")).manifest
+    newer = FeatureSet.open(str(artifacts / "features")).manifest
     manifest.write_bytes(Manifest(**{**vars(newer), "format_version": 99}).to_json())
     code, _, err = run(jobs.verify, tmp_path / "copy")
     assert code == 2
     assert "format version 99" in err
 
 
-def test_export_to_matrices(run, things, tmp_path):
-    features = FeatureSet.open(str(things / "features"))
+def test_export_to_matrices(run, artifacts, tmp_path):
+    features = FeatureSet.open(str(artifacts / "features"))
     assert run(jobs.export, features.uri, "--to", tmp_path / "x.npy")[0] == 0
     matrix = np.load(tmp_path / "x.npy")
     assert matrix.dtype == np.float16
@@ -132,9 +132,9 @@ def test_export_to_matrices(run, things, tmp_path):
     np.testing.assert_array_equal(rows[:, 1:].view(np.float32), features.read().astype(np.float32))
 
 
-def test_export_to_faiss(run, things, tmp_path):
+def test_export_to_faiss(run, artifacts, tmp_path):
     faiss.omp_set_num_threads(1)  # tiny work: threads would only wait for each other
-    features = FeatureSet.open(str(things / "features"))
+    features = FeatureSet.open(str(artifacts / "features"))
     assert run(jobs.export, features.uri, "--to", tmp_path / "flat.faiss")[0] == 0
     x = features.read().astype(np.float32)
     index = faiss.read_index(str(tmp_path / "flat.faiss"))
@@ -148,12 +148,14 @@ def test_export_to_faiss(run, things, tmp_path):
 
 
 @pytest.mark.s3
-def test_export_to_s3(run, things, s3_uri):
+def test_export_to_s3(run, artifacts, s3_uri):
     from lattqe.store import open_place
 
-    code, _, _ = run(jobs.export, things / "features", "--to", f"{s3_uri}/x.npy")
+    code, _, _ = run(jobs.export, artifacts / "features", "--to", f"{s3_uri}/x.npy")
     assert code == 0
-    assert open_place(s3_uri).list() == ["x.npy", "x.npy.ids.txt", "x.npy.labels.txt"]
+    assert open_place(s3_uri).list() == ["x.npy", "x.npy.export.json", "x.npy.ids.txt", "x.npy.labels.txt"]
+    code, _, err = run(jobs.export, artifacts / "features", "--to", f"{s3_uri}/x.npy")
+    assert (code, "already up to date" in err) == (0, True)
 
 
 @pytest.mark.parametrize(("arguments", "match"), [
@@ -164,16 +166,10 @@ def test_export_to_s3(run, things, s3_uri):
     (["--to", "taken.npy"], "taken.npy exists already"),
     (["--to", "taken.npy/x.npy"], "a file stands where a folder is needed"),
 ])
-def test_exports_that_cannot_be(run, things, tmp_path, monkeypatch, arguments, match):
+def test_exports_that_cannot_be(run, artifacts, tmp_path, monkeypatch, arguments, match):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.npy").write_text("mine")
-    code, _, err = run(jobs.export, things / "features", *arguments)
+    code, _, err = run(jobs.export, artifacts / "features", *arguments)
     assert code == 2
     assert match in err
     assert [path.name for path in tmp_path.iterdir()] == ["taken.npy"]
-
-
-def test_export_of_a_graph_is_refused(run, things, tmp_path):
-    code, _, err = run(jobs.export, things / "neighbors", "--to", tmp_path / "x.npy")
-    assert code == 2
-    assert "is a neighbor graph (kind 'neighbors'), but a feature set" in err
