@@ -38,6 +38,8 @@ VERBS = (
     Verb("append", "jobs.append", "rows join or leave an augmented index", "lattqe append index new-rows --to index2"),
     Verb("search", "jobs.search", "queries → their best rows, expanded if asked",
          "lattqe search index queries -k 100 --expand lattqe --model model --to ranks"),
+    Verb("gallery", "jobs.gallery", "ranks → a page of pictures, before and after",
+         "lattqe gallery ranks --against plain-ranks --images photos --to gallery.html"),
     Verb("ablate", "jobs.ablate", "what each part of a model is worth",
          "lattqe ablate features --val held-out --preset photos --to ablations"),
     Verb("benchmark", "jobs.benchmark", "all methods on all data sets → tables, figures, report",

@@ -7,10 +7,13 @@ read first, and a file whose header promises too many pixels is refused before a
 import io
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from lattqe.errors import LattqeError
+from lattqe.store import Place
+from lattqe.store.local import LocalPlace
 
 try:
     from PIL import Image, UnidentifiedImageError
@@ -27,6 +30,9 @@ UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90}
+
+# A file of more bytes than this is not read at all; the largest photographs are a tenth of it.
+MAX_FILE_BYTES = 512 << 20
 
 PILLOW_LIMIT = 178_000_000  # Pillow refuses images of about twice the size that it warns of
 
@@ -52,6 +58,22 @@ class Framing:
                 raise LattqeError(f"{name} must be at least 1, not {value}")
         if self.max_pixels > PILLOW_LIMIT:
             raise LattqeError(f"max pixels {self.max_pixels} is beyond what Pillow decodes, {PILLOW_LIMIT}")
+
+
+def read_image_file(place: Place, name: str, size: int = -1) -> bytes:
+    """The bytes of an image file; BadImage for what is no regular file, or too large to be an image."""
+    if isinstance(place, LocalPlace):
+        _check_regular(place.file(name))
+    size = size if size >= 0 else place.size(name)
+    if size > MAX_FILE_BYTES:
+        raise BadImage(f"too large: a file of {size} bytes, over {MAX_FILE_BYTES}")
+    return place.read_range(name, 0, size)
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse pipes, sockets and devices: reading one may wait for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise BadImage("not a regular file but a pipe, socket or device")
 
 
 def decode(data: bytes, framing: Framing, box: Box | None = None) -> np.ndarray:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,13 +14,9 @@ from torch import Tensor
 
 from lattqe.errors import LattqeError
 from lattqe.extraction.encoder import Encoder
-from lattqe.extraction.image import BadImage, Framing, decode
+from lattqe.extraction.image import BadImage, Framing, decode, read_image_file
 from lattqe.extraction.sources import ImageEntry
 from lattqe.store import MissingFileError, Place, UnavailableError
-from lattqe.store.local import LocalPlace
-
-# A file of more bytes than this is not read at all; the largest photographs are a tenth of it.
-MAX_FILE_BYTES = 512 << 20
 
 
 @dataclass
@@ -43,12 +38,7 @@ def read_pixels(place: Place, entry: ImageEntry, framing: Framing, pin: bool = F
     Only storage that does not answer is not the image's fault: that ends the run, to be continued later.
     """
     try:
-        if isinstance(place, LocalPlace):
-            _check_regular(place.file(entry.name))
-        size = entry.bytes if entry.bytes >= 0 else place.size(entry.name)
-        if size > MAX_FILE_BYTES:
-            raise BadImage(f"too large: a file of {size} bytes, over {MAX_FILE_BYTES}")
-        data = place.read_range(entry.name, 0, size)
+        data = read_image_file(place, entry.name, entry.bytes)
     except UnavailableError:
         raise
     except MissingFileError:
@@ -58,12 +48,6 @@ def read_pixels(place: Place, entry: ImageEntry, framing: Framing, pin: bool = F
     # Copied, for Pillow's pixels are read-only and torch wants to own what it sends.
     pixels = torch.from_numpy(decode(data, framing, entry.box).copy()).unsqueeze(0)
     return pixels.pin_memory() if pin else pixels
-
-
-def _check_regular(path: Path) -> None:
-    """Refuse pipes, sockets and devices: reading one may wait for ever."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise BadImage("not a regular file but a pipe, socket or device")
 
 
 class Describer:

@@ -168,7 +168,7 @@ def test_storage_out_of_reach_is_not_the_images_fault(folder, monkeypatch):
 
 
 def test_files_too_large_are_not_read(folder, monkeypatch):
-    monkeypatch.setattr("lattqe.extraction.pipeline.MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr("lattqe.extraction.image.MAX_FILE_BYTES", 1000)
     block = describer(folder).describe([ImageEntry("big", "00.png", 1001), ImageEntry("big too", "01.png")])
     assert block.reasons[0] == "too large: a file of 1001 bytes, over 1000"
     assert block.reasons[1].startswith("too large: a file of")

@@ -1,0 +1,191 @@
+"""The gallery: one HTML page with queries, their first results before and after, and what each neighbor weighed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+
+from lattqe.errors import LattqeError
+from lattqe.evaluation.stored import JudgedRanks
+from lattqe.evaluation.truth import Setup
+from lattqe.report.thumbnails import Thumbnails
+
+TEMPLATE = Path(__file__).with_name("gallery.html")
+PAGE_BYTES = 20_000_000
+MARKUP_BYTES = 700  # of one tile without its picture, at the most that is usual
+
+# How queries are chosen and ordered: the key of a card, smallest first.
+ORDERS: dict[str, Callable[["Card"], float]] = {
+    "change": lambda card: -abs(card.gain),
+    "gain": lambda card: -card.gain,
+    "loss": lambda card: card.gain,
+    "worst": lambda card: card.ap,
+    "best": lambda card: -card.ap,
+    "order": lambda card: card.number,
+}
+NEEDS_TRUTH = ("gain", "loss", "change", "worst", "best")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One result: its rank from 1 on, id, picture, score, weight as a neighbor (None: was none), and what it is."""
+
+    rank: int
+    id: str
+    picture: int | None
+    score: float
+    weight: float | None
+    mark: str  # 'right', 'wrong', 'junk', or '' where there is no ground truth
+
+
+@dataclass(frozen=True)
+class Card:
+    """One query with its lists; AP in percent, NaN without ground truth."""
+
+    number: int
+    id: str
+    picture: int | None = None
+    positives: int = 0
+    ap: float = float("nan")
+    before: float | None = None  # AP of the other ranks
+    lists: tuple[tuple[str, tuple[Tile, ...]], ...] = ()
+
+    @property
+    def gain(self) -> float:
+        """Points of AP; 0 without other ranks."""
+        return 0.0 if self.before is None else self.ap - self.before
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """What is to be shown: ranks, perhaps others to compare them with, and perhaps the weights of an expansion.
+
+    weights: for a query's number, its neighbors' weights by row.
+    """
+
+    ranks: JudgedRanks
+    against: JudgedRanks | None = None
+    setup: str | None = None
+    weights: Mapping[int, Mapping[int, float]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.against is not None and self.against.ranks.ids() != self.ranks.ranks.ids():
+            raise LattqeError(f"{self.against.ranks.uri} and {self.ranks.ranks.uri} answer other queries: compare "
+                              "ranks of the same queries in the same order")
+        if self.setup is not None and self.setup not in [one.name for one in self.setups]:
+            raise LattqeError(f"there is no setup {self.setup!r}: choose one of "
+                              f"{', '.join(one.name for one in self.setups) or '(none: there is no ground truth)'}")
+
+    @property
+    def setups(self) -> tuple[Setup, ...]:
+        """The ways in which results are judged."""
+        return self.ranks.truth.setups if self.ranks.has_truth else ()
+
+    @property
+    def judged_by(self) -> Setup | None:
+        """The setup asked for; Medium of the revisited three."""
+        if self.setup is not None:
+            return next(one for one in self.setups if one.name == self.setup)
+        return self.setups[len(self.setups) // 2] if self.setups else None
+
+    def default_order(self) -> str:
+        """The largest changes first; without others the worst; without ground truth as they are stored."""
+        if self.judged_by is None:
+            return "order"
+        return "change" if self.against is not None else "worst"
+
+    def cards(self) -> list[Card]:
+        """All queries that have something relevant, with their AP and no lists yet."""
+        names = self.ranks.ranks.ids()
+        if self.judged_by is None:
+            return [Card(number, name) for number, name in enumerate(names)]
+        mine = self.ranks.scores[self.judged_by.name]
+        other = self.against.scores[self.judged_by.name] if self.against is not None else None
+        return [Card(number, names[number], positives=int(mine.positives[number]), ap=100 * float(mine.ap[number]),
+                     before=None if other is None else 100 * float(other.ap[number]))
+                for number in np.flatnonzero(mine.evaluated).tolist()]
+
+
+def choose(cards: Sequence[Card], order: str, count: int) -> list[Card]:
+    """The first so many cards in an order; of 'change' half are the largest gains and half the largest losses."""
+    if order not in ORDERS:
+        raise LattqeError(f"unknown order {order!r}: choose one of {', '.join(ORDERS)}")
+    if count < 1:
+        raise LattqeError(f"{count} queries cannot be shown: ask for at least 1")
+    if order == "change" and len(cards) > count:
+        gains = sorted(cards, key=ORDERS["gain"])
+        cards = [*gains[: (count + 1) // 2], *gains[len(gains) - count // 2:]]
+    return sorted(cards, key=lambda card: (ORDERS[order](card), card.number))[:count]
+
+
+def fill(gallery: Gallery, cards: Sequence[Card], thumbnails: Thumbnails, results: int,
+         on_done: Callable[[int], None] = lambda _: None) -> list[Card]:
+    """The cards with their first `results` results and pictures; `on_done(1)` hears of each."""
+    if results < 1:
+        raise LattqeError(f"{results} results cannot be shown: ask for at least 1")
+    boxes = gallery.ranks.gnd.boxes if gallery.ranks.gnd is not None else None
+    sides = [("after" if gallery.against is not None else "", gallery.ranks)]
+    if gallery.against is not None:
+        sides.insert(0, ("before", gallery.against))
+    filled = []
+    for card in cards:
+        lists = tuple((title, _tiles(gallery, side, card.number, thumbnails, results)) for title, side in sides)
+        picture = thumbnails.get(card.id, boxes[card.number] if boxes is not None else None)
+        filled.append(Card(card.number, card.id, picture, card.positives, card.ap, card.before, lists))
+        on_done(1)
+    return filled
+
+
+def _tiles(gallery: Gallery, side: JudgedRanks, query: int, thumbnails: Thumbnails, results: int) -> tuple[Tile, ...]:
+    I, D = (found[0, :results] for found in side.ranks.read(query, query + 1))  # noqa: E741
+    kept = I >= 0
+    rows, scores = I[kept].astype(np.int64), D[kept]
+    names = side.names(rows.tolist())
+    marks = _marks(side, query, rows, gallery.judged_by)
+    weights = {} if gallery.weights is None else gallery.weights.get(query, {})
+    return tuple(Tile(rank, names[row], thumbnails.get(names[row]), float(score), weights.get(row), mark)
+                 for rank, (row, score, mark) in enumerate(zip(rows.tolist(), scores.tolist(), marks), start=1))
+
+
+def _marks(side: JudgedRanks, query: int, rows: NDArray[np.int64], setup: Setup | None) -> list[str]:
+    if setup is None:
+        return [""] * len(rows)
+    (grades,) = side.truth.judgements(query, query + 1).grades_of(rows[None])
+    return ["right" if grade in setup.positive else "junk" if grade in setup.junk else "wrong"
+            for grade in grades.tolist()]
+
+
+def render_gallery(gallery: Gallery, cards: Sequence[Card], thumbnails: Thumbnails, title: str, order: str,
+                   facts: Mapping[str, str], budget: int = PAGE_BYTES) -> str:
+    """The page. Pictures become smaller where there are many; what still does not fit is refused."""
+    tiles = sum(len(found) for card in cards for _, found in card.lists) + len(cards)
+    pictures = thumbnails.encoded(budget - 20_000 - MARKUP_BYTES * tiles)
+    page = None if pictures is None else _render(gallery, cards, pictures, title, order, facts)
+    if page is None or len(page.encode()) > budget:
+        raise LattqeError(f"{len(cards)} queries with {tiles} pictures do not fit into a page of "
+                          f"{budget / 1e6:.0f} MB: show fewer with --queries or --results")
+    return page
+
+
+def _render(gallery: Gallery, cards: Sequence[Card], pictures: list[str], title: str, order: str,
+            facts: Mapping[str, str]) -> str:
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True,
+                                     undefined=jinja2.StrictUndefined)
+    setup = gallery.judged_by
+    values: dict[str, Any] = {
+        "title": title, "cards": cards, "pictures": pictures, "order": order, "facts": facts,
+        "depth": gallery.ranks.ranks.k,
+        "setup": "" if setup is None or setup.name == "label" else setup.name, "judged": setup is not None,
+        "compared": gallery.against is not None, "weighed": gallery.weights is not None,
+        "orders": [name for name in ORDERS if _offered(name, setup is not None, gallery.against is not None)]}
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(values)
+
+
+def _offered(order: str, judged: bool, compared: bool) -> bool:
+    if order in ("gain", "loss", "change"):
+        return judged and compared
+    return judged or order not in NEEDS_TRUTH
