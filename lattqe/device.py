@@ -1,4 +1,8 @@
-"""The one seam between CPU and GPU: everything that allocates asks here where to."""
+"""The one seam between CPU and GPU: everything that allocates asks here where to, and how exactly to multiply."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -16,3 +20,28 @@ def pick_device(name: str = "auto") -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LattqeError(f"device {name!r} asked for, but torch sees no GPU: use cpu, or install torch with CUDA")
     return device
+
+
+_launching = threading.RLock()
+
+
+@contextmanager
+def matmul_precision(device: torch.device, precision: str = "ieee") -> Iterator[None]:
+    """Multiply float32 matrices in "ieee" (true float32) or, on a GPU, "tf32" while inside; nothing else sets this.
+
+    The setting is the process's and is read when a product is launched: on a GPU one thread at a time launches. On the
+    CPU nothing but true float32 is ever wanted, so that setting stays.
+    """
+    if device.type == "cpu":
+        setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        if setting.fp32_precision != "ieee":
+            setting.fp32_precision = "ieee"
+        yield
+        return
+    with _launching:
+        before = torch.backends.cuda.matmul.fp32_precision
+        torch.backends.cuda.matmul.fp32_precision = precision
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = before

@@ -17,6 +17,7 @@ from lattqe.search.rows import Rows, pieces_of, split_rows
 
 SCORING_CHUNK = 524_288  # elements gathered at once: enough that threads seldom meet in the interpreter, near the cache
 LONG_RUN = 8  # candidates of one query, from which on its vector is not gathered again for each of them
+TINY = 1e-25  # sums of squares below it may have lost terms to float32's underflow
 DOT_LENGTH = 8192  # OpenBLAS splits longer dot products among threads, and then the sum depends on their number
 
 
@@ -124,7 +125,10 @@ def norms(x: Rows, chunk: int = 4096) -> np.ndarray:
     for piece in pieces_of(x):
         for start in range(0, len(piece), chunk):
             rows = piece[start : start + chunk].astype(np.float32, copy=False)
-            squares.append(np.einsum("ij,ij->i", rows, rows))
+            sums = np.einsum("ij,ij->i", rows, rows).astype(np.float64)
+            tiny = np.flatnonzero(sums < TINY)
+            sums[tiny] = np.square(rows[tiny].astype(np.float64)).sum(axis=1)
+            squares.append(sums)
     return np.sqrt(np.concatenate(squares)) * (1 + 1e-3)  # a float32 sum may be low by D u < 1e-3
 
 

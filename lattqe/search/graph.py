@@ -51,12 +51,13 @@ class Lists:
 
 
 def knn_graph(xb: Rows, k: int, *, device: torch.device | None = None, block_rows: int | None = None,
-              clock: Clock | None = None) -> tuple[np.ndarray, np.ndarray]:
+              clock: Clock | None = None, kind: str | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Find the exact k best other rows of each row of xb (nb, D): I (nb, k) int32, D (nb, k) float32.
 
     Ordered by float64 dot product, then row; a row is never its own neighbor, its duplicates may be. Fewer than k
     other rows: -1 and 0. Memory: 12 k bytes for each row, plus at most two blocks (float16 rows are widened block by
-    block) and their candidates: less than 1 GiB. The result does not depend on `block_rows`.
+    block) and their candidates: less than 1 GiB. The result depends neither on `block_rows`
+    nor on the `kind` of products (`lattqe.search.products.kinds_for(device)`).
     """
     xb = check_rows(xb)
     if k < 1:
@@ -65,7 +66,7 @@ def knn_graph(xb: Rows, k: int, *, device: torch.device | None = None, block_row
     size = block_rows or rows_per_block(xb.shape[1], k, copied=device is not None or xb.dtype != np.float32)
     cuts = list(tiles(len(xb), size))
     lists = [Lists.empty(stop - start, k) for start, stop in cuts]
-    with lanes_on(device) as lanes:
+    with lanes_on(device, kind) as lanes:
         for a, (start, stop) in enumerate(cuts):
             with clock("loading"):
                 rows = Block.load(row_range(xb, start, stop), lanes[0], k, widen=True)
@@ -90,7 +91,7 @@ def rows_per_block(dim: int, k: int, copied: bool = True) -> int:
 
 def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Products], clock: Clock) -> Lists:
     """Compare a block with itself: diagonal tiles first, so that every row has a threshold, then one triangle."""
-    running = RunningTopK(rows, rows, lists.ids.shape[1], _known(lists))
+    running = RunningTopK(rows, rows, lists.ids.shape[1], lanes[0].error(rows, rows), _known(lists))
     cuts = samples(len(rows), tile_rows(len(rows), lanes))
 
     def compare(products: Products, pair: tuple[int, int]) -> None:
@@ -98,8 +99,9 @@ def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Pr
         _feed(rows, rows, cuts[a], cuts[b], running, None if a == b else running, products, clock)
 
     run_pairs(all_pairs(len(cuts)), compare, lanes)
-    _score(running, None, clock)
-    return _merge(running, lists, first_row, clock, _search_again(rows, running, lanes, clock))
+    _score(running, None, lanes[0].threads, clock)
+    redone = _search_again(rows, running, lanes, clock)
+    return _merge(running, lists, first_row, lanes[0].threads, clock, redone)
 
 
 def _search_again(rows: Block, running: RunningTopK, lanes: Sequence[Products], clock: Clock) -> Redone:
@@ -121,8 +123,8 @@ def compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: L
     `visitor_floor` (n,) float64: scores below which visitors take nobody, whatever their lists say.
     """
     k = lists.ids.shape[1]
-    running = RunningTopK(rows, visitors, k, _known(lists))
-    returning = RunningTopK(visitors, rows, k, _known(visitor_lists), visitor_floor)
+    running = RunningTopK(rows, visitors, k, lanes[0].error(rows, visitors), _known(lists))
+    returning = RunningTopK(visitors, rows, k, lanes[0].error(visitors, rows), _known(visitor_lists), visitor_floor)
     cuts = samples(len(rows), tile_rows(len(rows), lanes))
     visiting = samples(len(visitors), tile_rows(len(visitors), lanes))
 
@@ -131,8 +133,10 @@ def compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: L
         _feed(rows, visitors, cuts[a], visiting[b], running, returning, products, clock)
 
     run_pairs([(a, len(cuts) + b) for a in range(len(cuts)) for b in range(len(visiting))], compare, lanes)
-    _score(running, returning, clock)
-    return _merge(running, lists, first_visitor, clock), _merge(returning, visitor_lists, first_row, clock)
+    threads = lanes[0].threads
+    _score(running, returning, threads, clock)
+    return (_merge(running, lists, first_visitor, threads, clock),
+            _merge(returning, visitor_lists, first_row, threads, clock))
 
 
 def tile_rows(rows: int, lanes: Sequence[Products]) -> int:
@@ -189,21 +193,22 @@ def _known(lists: Lists) -> np.ndarray | None:
     return None if np.isneginf(lists.scores).all() else lists.scores
 
 
-def _score(running: RunningTopK, returning: RunningTopK | None, clock: Clock) -> None:
+def _score(running: RunningTopK, returning: RunningTopK | None, threads: int, clock: Clock) -> None:
     """Score what was kept, rows in parallel; of long vectors, a pair that stands in both lists only once."""
     sides = [running] if returning is None else [running, returning]
     mirror = sides[-1] if running.rows.dim >= MIRROR_DIM else None
     with clock("scoring"):
         for side in sides:
-            in_threads(side.settle, _cuts(side))
+            in_threads(side.settle, _cuts(side), threads)
             side.prepare_scores()
         if mirror is not None:
-            clock.count("scored", sum(in_threads(partial(running.score, mirror=mirror), _cuts(running))))
+            clock.count("scored", sum(in_threads(partial(running.score, mirror=mirror), _cuts(running), threads)))
         for side in sides:
-            clock.count("scored", sum(in_threads(side.score, _cuts(side))))
+            clock.count("scored", sum(in_threads(side.score, _cuts(side), threads)))
 
 
-def _merge(running: RunningTopK, lists: Lists, first_row: int, clock: Clock, redone: Redone = ()) -> Lists:
+def _merge(running: RunningTopK, lists: Lists, first_row: int, threads: int, clock: Clock,
+           redone: Redone = ()) -> Lists:
     """Merge what was found into the lists, rows in parallel; the row numbers found count from `first_row`.
 
     `redone`: rows whose lists were found in another way.
@@ -217,7 +222,7 @@ def _merge(running: RunningTopK, lists: Lists, first_row: int, clock: Clock, red
         return part.add(scores, ids, first_row)
 
     with clock("merging"):
-        parts = in_threads(merge_rows, _cuts(running))
+        parts = in_threads(merge_rows, _cuts(running), threads)
         return Lists(np.concatenate([part.scores for part in parts]), np.concatenate([part.ids for part in parts]))
 
 

@@ -14,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-import torch
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Lane = TypeVar("Lane")
@@ -102,9 +100,8 @@ def run_pairs(pairs: Sequence[Pair], compare: Callable[[Lane, Pair], None], lane
         list(pool.map(work, lanes))
 
 
-def in_threads(function: Callable[[int, int], Result], cuts: Sequence[tuple[int, int]]) -> list[Result]:
-    """Call function(start, stop) for all cuts with torch's number of threads: CPU work, whatever the device."""
-    threads = torch.get_num_threads()
+def in_threads(function: Callable[[int, int], Result], cuts: Sequence[tuple[int, int]], threads: int) -> list[Result]:
+    """Call function(start, stop) for all cuts with so many threads: CPU work, whatever the device."""
     if threads == 1 or len(cuts) == 1:
         return [function(*cut) for cut in cuts]
     with ThreadPoolExecutor(threads) as pool:

@@ -1,12 +1,13 @@
-"""Float32 products of two blocks of rows, and which of their entries are worth keeping: numpy on CPU, torch on GPU.
+"""Products of two blocks of rows, how far they may be from the truth, and which of them are worth keeping.
 
-Both classes have the same methods; what `multiply` returns is opaque to the caller, so that a tile never leaves
-its device: only the few entries above a threshold do. numpy's OpenBLAS measured 10-25 % faster than torch's MKL on
-AMD, and its A @ A.T does half the work; comparing against a threshold is an order of magnitude cheaper than a top-k.
+All kinds have the same methods; what `multiply` returns is opaque to the caller, so that a tile never leaves its
+device: only the few entries above a threshold do. Which kind is the fastest depends on the processor and on the rows
+(numpy's OpenBLAS or torch's MKL, int8 where there are instructions for it): `lattqe.search.fastest` measures. A product
+only decides what is worth an exact score, so every kind gives the same answer. Comparing with a threshold is an order
+of magnitude cheaper than a top-k.
 One lane for each thread: its own product buffers, BLAS on one thread, so that selection runs in parallel too.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,25 +18,37 @@ import numpy as np
 import torch
 from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
+from lattqe.device import matmul_precision
 from lattqe.errors import LattqeError
-from lattqe.search.exact import norms
-from lattqe.search.rows import Rows, check_rows, pieces_of, row_range, surplus_rows
+from lattqe.search.coarse import FORMATS, Codes, coarse_error, encode, multiply_codes
+from lattqe.search.exact import float32_error, norms
+from lattqe.search.rows import Rows, as_tensor, check_rows, pieces_of, row_range, surplus_rows
 
 SYMMETRIC_DIM = 256  # below, numpy loses more by mirroring A @ A.T than it gains by computing half of it
+
+CPU = torch.device("cpu")
 
 Passing = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Products(Protocol):
-    """Where tiles are multiplied."""
+    """Where and how tiles are multiplied: `kind` is its name, `threads` how many the CPU's part of the work has."""
 
+    kind: str
     tile: int
+    threads: int
 
     def hold(self, x: Rows) -> Any:
         """Bring rows (n, D) to the device in their stored width."""
 
     def widen(self, rows: Any) -> Any:
-        """Turn held rows into float32; float32 rows are not copied."""
+        """Turn held rows into what `multiply` takes: float32 or codes; what is that already is not copied."""
+
+    def error(self, rows: "Block", others: "Block") -> np.ndarray:
+        """How far a product of each of the rows with any of the others may be from the exact score, (n,) float64.
+
+        The bound is rigorous; it is that of the scores that `multiply` gives for the same blocks or parts of them.
+        """
 
     def multiply(self, a: Any, b: Any) -> Any:
         """All dot products of widened rows (na, D) and (nb, D): an (na, nb) float32 tile, valid until the next call."""
@@ -56,12 +69,14 @@ class Products(Protocol):
 class NumpyProducts:
     """CPU: BLAS into one reused buffer, then comparisons that run at the speed of the cache."""
 
-    def __init__(self, tile: int = 2048) -> None:
-        self.tile = tile
+    kind = "float32 numpy"
+
+    def __init__(self, tile: int = 2048, threads: int = 1) -> None:
+        self.tile, self.threads = tile, threads
         self._buffer = np.empty(0, dtype=np.float32)
         self._mask = np.empty(0, dtype=bool)
 
-    def hold(self, x: Rows) -> Rows:
+    def hold(self, x: Rows) -> Any:
         """See Products; memory-mapped rows stay memory-mapped."""
         return x
 
@@ -69,15 +84,23 @@ class NumpyProducts:
         """See Products; torch converts with vector instructions and all threads, numpy does not."""
         return rows if rows.dtype == np.float32 else _together(rows, torch.empty(rows.shape)).numpy()
 
-    def multiply(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def error(self, rows: "Block", others: "Block") -> np.ndarray:
+        """See Products."""
+        return float32_error(rows.dim, rows.norms, others.norms.max(initial=0.0))
+
+    def multiply(self, a: Any, b: Any) -> np.ndarray:
         """See Products."""
         size = len(a) * len(b)
         if self._buffer.size < size:
             self._buffer = np.empty(size, dtype=np.float32)
             self._mask = np.empty(size, dtype=bool)
+        return self._product(a, b, self._buffer[:size].reshape(len(a), len(b)))
+
+    def _product(self, a: Any, b: Any, out: np.ndarray) -> np.ndarray:
+        """A @ B.T; of a block with itself numpy computes half, but that is worth its mirroring for long rows only."""
         if a.shape[1] < SYMMETRIC_DIM and a.ctypes.data == b.ctypes.data:
             b = b.copy()
-        return np.matmul(a, b.T, out=self._buffer[:size].reshape(len(a), len(b)))
+        return np.matmul(a, b.T, out=out)
 
     def blank(self, tile: np.ndarray, i: np.ndarray, j: np.ndarray) -> None:
         """See Products."""
@@ -102,15 +125,50 @@ class NumpyProducts:
         return j[order], i[order], scores[order]
 
 
+class MklProducts(NumpyProducts):
+    """CPU: torch's BLAS (MKL on x86), with numpy's selection."""
+
+    kind = "float32 torch"
+
+    def _product(self, a: Any, b: Any, out: np.ndarray) -> np.ndarray:
+        with matmul_precision(CPU):
+            torch.mm(as_tensor(a), as_tensor(b).T, out=torch.from_numpy(out))
+        return out
+
+
+class Int8Products(NumpyProducts):
+    """CPU: int8 codes, summed in 32 bits."""
+
+    kind = "int8"
+
+    def hold(self, x: Rows) -> Codes:
+        """See Products; the rows stay where they are, beside their codes."""
+        return encode(x, FORMATS["int8"])
+
+    def widen(self, rows: Any) -> Any:
+        """See Products: codes are ready."""
+        return rows
+
+    def error(self, rows: "Block", others: "Block") -> np.ndarray:
+        """See Products."""
+        return coarse_error(rows.held, others.held, FORMATS["int8"], super().error(rows, others))
+
+    def _product(self, a: Any, b: Any, out: np.ndarray) -> np.ndarray:
+        multiply_codes(a, b, FORMATS["int8"], torch.from_numpy(out))
+        return out
+
+
 class TorchProducts:
     """GPU (or any torch device): products, thresholds and comparisons stay there, the few kept entries come back."""
 
-    def __init__(self, device: torch.device, tile: int = 8192) -> None:
+    kind = "float32"
+
+    def __init__(self, device: torch.device, tile: int = 8192, threads: int | None = None) -> None:
         self.device = device
-        self.tile = tile
+        self.tile, self.threads = tile, threads or torch.get_num_threads()
         self._buffer = torch.empty(0, device=device)
 
-    def hold(self, x: Rows) -> torch.Tensor:
+    def hold(self, x: Rows) -> Any:
         """See Products."""
         held = torch.empty(x.shape, dtype=torch.float16 if x.dtype == np.float16 else torch.float32, device=self.device)
         return _together(x, held)
@@ -119,13 +177,21 @@ class TorchProducts:
         """See Products."""
         return rows.float()
 
-    def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """See Products; true float32, because the error bound is that of float32 and not of TF32."""
+    def error(self, rows: "Block", others: "Block") -> np.ndarray:
+        """See Products."""
+        return float32_error(rows.dim, rows.norms, others.norms.max(initial=0.0))
+
+    def multiply(self, a: Any, b: Any) -> torch.Tensor:
+        """See Products."""
         size = len(a) * len(b)
         if self._buffer.numel() < size:
             self._buffer = torch.empty(size, device=self.device)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        return torch.mm(a, b.T, out=self._buffer[:size].view(len(a), len(b)))
+        return self._product(a, b, self._buffer[:size].view(len(a), len(b)))
+
+    def _product(self, a: Any, b: Any, out: torch.Tensor) -> torch.Tensor:
+        """True float32, because the error bound is that of float32 and not of TF32."""
+        with matmul_precision(self.device):
+            return torch.mm(a, b.T, out=out)
 
     def blank(self, tile: torch.Tensor, i: np.ndarray, j: np.ndarray) -> None:
         """See Products."""
@@ -146,6 +212,29 @@ class TorchProducts:
         return as_tensor(values).to(self.device)
 
 
+class CoarseTorchProducts(TorchProducts):
+    """GPU (or any torch device): float16 or TF32 codes, summed in float32 by tensor cores where there are any."""
+
+    def __init__(self, device: torch.device, kind: str, tile: int = 8192, threads: int | None = None) -> None:
+        super().__init__(device, tile, threads)
+        self.kind, self.form = kind, FORMATS[kind]
+
+    def hold(self, x: Rows) -> Codes:
+        """See Products."""
+        return encode(super().hold(x), self.form)
+
+    def widen(self, rows: Any) -> Any:
+        """See Products: codes are ready."""
+        return rows
+
+    def error(self, rows: "Block", others: "Block") -> np.ndarray:
+        """See Products."""
+        return coarse_error(rows.held, others.held, self.form, super().error(rows, others))
+
+    def _product(self, a: Any, b: Any, out: torch.Tensor) -> torch.Tensor:
+        return multiply_codes(a, b, self.form, out)
+
+
 def _together(x: Rows, out: torch.Tensor) -> torch.Tensor:
     """Copy rows (n, D), which may lie in pieces, into `out`, converting them to its dtype."""
     start = 0
@@ -153,13 +242,6 @@ def _together(x: Rows, out: torch.Tensor) -> torch.Tensor:
         out[start : start + len(piece)] = as_tensor(piece)
         start += len(piece)
     return out
-
-
-def as_tensor(x: np.ndarray) -> torch.Tensor:
-    """View an array as a tensor that is only read: Arrow's and Ray's arrays are read-only, which torch warns about."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(np.ascontiguousarray(x))
 
 
 @dataclass(frozen=True)
@@ -219,14 +301,39 @@ class Block:
         return replace(self, surplus=self.found[k])
 
 
+CPU_KINDS: dict[str, type[NumpyProducts]] = {each.kind: each for each in (NumpyProducts, MklProducts, Int8Products)}
+GPU_KINDS = ("float32", "float16", "tf32")
+
+
+def kinds_for(device: torch.device | None = None) -> tuple[str, ...]:
+    """The kinds of products that a device has; the first is what is used unless another is asked for."""
+    return tuple(CPU_KINDS) if device is None or device.type == "cpu" else GPU_KINDS
+
+
 @contextmanager
-def lanes_on(device: torch.device | None = None) -> Iterator[list[Products]]:
+def lanes_on(device: torch.device | None = None, kind: str | None = None) -> Iterator[list[Products]]:
     """Lanes for a device: on the CPU as many as torch has threads, each with single-threaded BLAS; one for a GPU."""
+    kind = kind or kinds_for(device)[0]
+    if kind not in kinds_for(device):
+        raise LattqeError(f"products of kind {kind!r} are not made for {device or 'cpu'}: use one of "
+                          f"{', '.join(kinds_for(device))}")
     if device is not None and device.type != "cpu":
-        yield [TorchProducts(device)]
+        yield [TorchProducts(device) if kind == "float32" else CoarseTorchProducts(device, kind)]
         return
-    with _libraries().limit(limits=1, user_api="blas"):
-        yield [NumpyProducts() for _ in range(torch.get_num_threads())]
+    threads = torch.get_num_threads()
+    with _libraries().limit(limits=1, user_api="blas"), _torch_threads(1 if kind != NumpyProducts.kind else threads):
+        yield [CPU_KINDS[kind](threads=threads) for _ in range(threads)]
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    """Torch with `count` threads for each thread that begins inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @cache

@@ -4,9 +4,11 @@ Rows in several arrays, such as the mapped parts of a feature set, are used as i
 would cost every worker of a machine its own memory; mapped rows are shared, and cost none.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 import xxhash
 
 from lattqe.errors import LattqeError
@@ -155,3 +157,10 @@ def _rank_in_groups(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     begins = np.r_[True, (ordered[1:] != ordered[:-1]).any(axis=1)]
     starts = np.flatnonzero(begins)
     return order, np.arange(len(keys)) - starts[np.cumsum(begins) - 1]
+
+
+def as_tensor(x: np.ndarray) -> torch.Tensor:
+    """View an array as a tensor that is only read: Arrow's and Ray's arrays are read-only, which torch warns about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(x if all(step >= 0 for step in x.strides) else np.ascontiguousarray(x))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lattqe.errors import LattqeError
-from lattqe.search.exact import best_of, exact_order, exact_scores, float32_error, just_below, merge, published
+from lattqe.search.exact import best_of, exact_order, exact_scores, just_below, merge, published
 from lattqe.search.pairing import in_lanes
 from lattqe.search.products import Block, Products, lanes_on
 from lattqe.search.rows import check_queries, tiles
@@ -78,7 +78,7 @@ def search_block(queries: Block, database: Block, k: int, products: Products,
 
     (nq, k) float64 (-inf missing), (nq, k) int32 (-1 missing).
     """
-    running = RunningTopK(queries, database, k)
+    running = RunningTopK(queries, database, k, products.error(queries, database))
     for lo, hi in tiles(len(database), max(TILE_ENTRIES // len(queries), products.tile)):
         tile = products.multiply(queries.held, products.widen(database.held[lo:hi]))
         if hidden is not None:
@@ -97,17 +97,18 @@ def search_block(queries: Block, database: Block, k: int, products: Products,
 class RunningTopK:
     """Those of the k best rows that are in `others` for each of `rows`, as far as they were offered.
 
-    `known` (n, k) float64: exact scores, descending, of rows that are not in `others`; the k best are those of both.
-    `floor` (n,) float64: of scores as good k are known elsewhere. Memory: `capacity_for(k)` × 8 bytes for each row.
+    `error` (n,) float64: how far offered scores may be from the exact ones. `known` (n, k) float64: exact scores,
+    descending, of rows that are not in `others`; the k best are those of both. `floor` (n,) float64: of scores as good
+    k are known elsewhere. Memory: `capacity_for(k)` × 8 bytes for each row.
     `threshold` (n,) float32: what is not above it may be left out; `proven` (n,): of which that is certain.
     """
 
-    def __init__(self, rows: Block, others: Block, k: int, known: np.ndarray | None = None,
+    def __init__(self, rows: Block, others: Block, k: int, error: np.ndarray, known: np.ndarray | None = None,
                  floor: np.ndarray | None = None) -> None:
         self.k = k
         self.known = known
         self.rows, self.others = rows, others
-        self.error = float32_error(rows.dim, rows.norms, others.norms.max(initial=0.0))
+        self.error = error
         self.proven = np.full(len(rows), -np.inf, dtype=np.float32)
         for least in (floor, None if known is None else known[:, -1]):
             if least is not None:

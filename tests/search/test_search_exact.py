@@ -65,7 +65,7 @@ KINDS = ("random", "equal", "duplicates", "near", "lattice", "one-hot")
 
 
 def use_lanes(monkeypatch, lanes):
-    monkeypatch.setattr(graph_module, "lanes_on", lambda device: nullcontext(lanes))
+    monkeypatch.setattr(graph_module, "lanes_on", lambda device, kind: nullcontext(lanes))
 
 
 @pytest.mark.parametrize("kind", KINDS)

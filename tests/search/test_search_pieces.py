@@ -83,7 +83,7 @@ def test_a_running_list_survives_any_order_and_size_of_offers():
     xq, xb = unit(rng, 40, 12), unit(rng, 30, 12)[rng.integers(0, 30, 2000)]
     products = NumpyProducts()
     rows, others = Block.load(xq, products), Block.load(xb, products, k=6)
-    running = RunningTopK(rows, others, 6)
+    running = RunningTopK(rows, others, 6, products.error(rows, others))
     scores = xq @ xb.T
     for columns in np.array_split(rng.permutation(2000), [3, 4, 500, 501, 1990]):
         i, j = np.divmod(np.arange(40 * len(columns)), len(columns))

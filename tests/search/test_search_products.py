@@ -1,0 +1,130 @@
+"""Every kind of products: its error bound attacked, and the same answers as the definition."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_search_exact import KINDS, data, slow_graph, use_lanes
+
+from lattqe.errors import LattqeError
+from lattqe.search import knn_graph
+from lattqe.search.coarse import FORMATS, encode
+from lattqe.search.exact import exact_scores
+from lattqe.search.products import (
+    CPU_KINDS,
+    Block,
+    CoarseTorchProducts,
+    TorchProducts,
+    kinds_for,
+)
+
+CPU = torch.device("cpu")
+MAKE = {**CPU_KINDS,
+        "torch device float32": lambda **sizes: TorchProducts(CPU, **sizes),
+        "torch device float16": lambda **sizes: CoarseTorchProducts(CPU, "float16", **sizes),
+        "torch device tf32": lambda **sizes: CoarseTorchProducts(CPU, "tf32", **sizes)}
+
+
+def attack(shape, seed, n, dim, dtype):
+    """Rows that are hard on one bound or another; finite in `dtype`, their norms finite in float32."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((n, dim))
+    if shape == "near ties":
+        x = x[:1] + 1e-5 * x
+    if shape == "norm ratios":
+        x *= 10.0 ** rng.uniform(-30, 15, (n, 1))
+    if shape == "column ratios":
+        x *= 10.0 ** rng.uniform(-12, 3, (1, dim))
+    if shape == "subnormals":
+        x *= 10.0 ** rng.uniform(-9, -4, (n, 1))
+    if shape == "spikes":
+        x[np.arange(n), rng.integers(0, dim, n)] = 1e4
+    if shape == "one outlier":
+        x[rng.integers(0, n)] *= 6e3 if dtype == np.float16 else 1e17
+    if shape == "constant":
+        x = np.full((n, dim), 0.1) * rng.integers(1, 4, (n, 1))
+    if shape == "halves":  # every code exactly between two
+        x = (rng.integers(-127, 127, (n, dim)) + 0.5) / 127
+        x[:, 0] = 1
+    if shape == "zeros":
+        x[rng.random(n) < 0.5] = 0
+    if shape == "opposite signs":
+        x = np.abs(x) * np.where(np.arange(n) % 2, 1, -1)[:, None]
+    if dtype == np.float16:
+        x = np.clip(x, -60000, 60000)
+    return x.astype(dtype)
+
+
+SHAPES = ("random", "near ties", "norm ratios", "column ratios", "subnormals", "spikes", "one outlier", "constant",
+          "halves", "zeros", "opposite signs")
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_product_is_farther_from_the_truth_than_its_bound(kind, draw):
+    dtype = draw.draw(st.sampled_from([np.float16, np.float32]))
+    dim = draw.draw(st.sampled_from([1, 2, 7, 64, 333, 2048]))
+    seed = draw.draw(st.integers(0, 10_000))
+    xq = attack(draw.draw(st.sampled_from(SHAPES)), seed, draw.draw(st.integers(1, 30)), dim, dtype)
+    xb = attack(draw.draw(st.sampled_from(SHAPES)), seed + 1, draw.draw(st.integers(1, 30)), dim, dtype)
+    if draw.draw(st.booleans()):
+        xb = np.concatenate([xb, xq])  # the largest products there can be
+    products = MAKE[kind]()
+    rows, others = (Block.load(x, products, widen=True) for x in (xq, xb))
+    tile = np.asarray(products.multiply(rows.held, others.held), dtype=np.float64)
+    i, j = np.divmod(np.arange(len(xq) * len(xb)), len(xb))
+    exact = exact_scores(xq, xb, i, j).reshape(tile.shape)
+    bound = products.error(rows, others)[:, None] + 1e-15 * np.abs(exact)  # what float64 itself may be off
+    assert (np.abs(tile - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_bounds_of_ordinary_rows_are_useful_and_of_others_are_those_of_float32(form, dtype):
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((200, 128))
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    x[3, :] = 1e-3 * x[3]
+    x[3, 5] = 50  # a spike and an outlier
+    codes = encode(torch.from_numpy(x.astype(dtype)), FORMATS[form])
+    assert np.flatnonzero(codes.wide).tolist() == [3]
+    assert codes.residual[~codes.wide].max() < (0.02 if form == "int8" else 1e-3)
+    if (form, dtype) == ("float16", np.float16):
+        assert not codes.residual[~codes.wide].any()
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("rows", KINDS)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_every_kind_gives_the_graph_of_the_definition(kind, rows, dtype, monkeypatch):
+    rng = np.random.default_rng(2)
+    xb = data(rows, rng, 300, 24, dtype)
+    xb[7] *= 30
+    xb[11, 2] = 9
+    expected = slow_graph(xb, 9)
+    use_lanes(monkeypatch, [MAKE[kind](tile=64)])
+    for block_rows in (None, 130):
+        for found, wanted in zip(knn_graph(xb, 9, block_rows=block_rows), expected):
+            np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", kinds_for(CPU))
+def test_kinds_by_name_in_several_threads(kind):
+    xb = data("near", np.random.default_rng(3), 900, 40, np.float32)
+    expected = knn_graph(xb, 8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        found = knn_graph(xb, 8, kind=kind)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(LattqeError, match="use one of float32 numpy, float32 torch, int8"):
+        knn_graph(np.ones((3, 2), dtype=np.float32), 1, kind="tf32")
