@@ -96,7 +96,8 @@ def seal_bytes(data: bytes) -> bytes:
 
 def unseal_bytes(data: bytes | memoryview, where: str) -> memoryview:
     """What `seal_bytes` was given; CorruptDataError where it was damaged."""
-    seal, body = memoryview(data)[:SEAL_BYTES], memoryview(data)[SEAL_BYTES:]
+    whole = memoryview(data).cast("B")  # Arrow's buffers count bytes from -128 on, and would compare unequal
+    seal, body = bytes(whole[:SEAL_BYTES]), whole[SEAL_BYTES:]
     if len(seal) < SEAL_BYTES or xxhash.xxh3_128_digest(body) != seal:
         raise CorruptDataError(f"{where} does not match its checksum: it was damaged; run the same command again")
     return body

@@ -5,13 +5,24 @@ import copy
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import FeatureSet, FeatureWriter, Manifest, NeighborGraph, Part, check_input_kind, open_artifact
-from lattqe.store.manifest import MAX_BYTES, canonical_json, checksum, parse_manifest, plain_json
+from lattqe.store.manifest import (
+    MAX_BYTES,
+    canonical_json,
+    checksum,
+    parse_manifest,
+    plain_json,
+    seal_bytes,
+    seal_json,
+    unseal_bytes,
+    unseal_json,
+)
 
 MANIFEST = Manifest("features", 5, (Part("part-00000.arrow", 3, 100, "ab"), Part("part-00001.arrow", 2, 90, "cd")),
                     {"dim": 4, "dtype": "float16"}, {"k": 1.5}, {"source": {"uri": "u", "digest": "d", "kind": "x"}})
@@ -176,3 +187,24 @@ def test_a_raw_file_is_to_be_imported_first(tmp_path):
             opened(str(tmp_path / "x.npy"))
     with pytest.raises(LattqeError, match=r"is a file, not an artifact: a neighbor graph .* is needed here"):
         NeighborGraph.open(str(tmp_path / "x.npy"))
+
+
+@given(data=st.binary(max_size=300), position=st.integers(0, 400))
+def test_sealed_files_come_back_or_are_refused(data, position):
+    """Of bytes and of Arrow's buffers, which view bytes as signed numbers."""
+    sealed = seal_bytes(data)
+    assert bytes(unseal_bytes(sealed, "here")) == data
+    assert bytes(unseal_bytes(memoryview(pa.py_buffer(sealed)), "here")) == data
+    damaged = bytearray(sealed)
+    damaged[position % len(sealed)] ^= 1
+    for wrong in (bytes(damaged), sealed[:-1], b""):
+        with pytest.raises(CorruptDataError, match="here does not match its checksum"):
+            unseal_bytes(wrong, "here")
+
+
+def test_sealed_json():
+    body = {"score": 0.5, "names": ["a"]}
+    assert unseal_json(seal_json(body), "here") == body
+    for wrong in (seal_json(body).replace(b"0.5", b"1.0"), b'{"score": 0.5}', b'{"score": 1e999, "seal": "x"}', b"[]"):
+        with pytest.raises(CorruptDataError, match="here"):
+            unseal_json(wrong, "here")
