@@ -31,6 +31,8 @@ VERBS = (
          "lattqe whiten learn features --to whitening"),
     Verb("neighbors", "jobs.neighbors", "a feature set → its exact kNN graph",
          "lattqe neighbors features -k 64 --to graph"),
+    Verb("duplicates", "jobs.duplicates", "near-duplicates within a set, or between two",
+         "lattqe duplicates features --graph graph --threshold 0.95 --to duplicates"),
     Verb("train", "jobs.train", "labelled feature sets → a model",
          "lattqe train features --val held-out --preset photos --to model"),
     Verb("augment", "jobs.augment", "a feature set → its augmented index",

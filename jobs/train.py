@@ -44,6 +44,7 @@ def main(
     pairs = [(database, queries[number] if queries else None) for number, database in enumerate(val)]
     plan = make(to, config, features, pairs, neighbors, cache)
     if plan.claim() is None:
+        warn_of_leakage(features, [uri for pair in pairs for uri in pair if uri is not None])
         with ray_session(address):
             train_with_progress(plan, workers, threads)
     else:
@@ -52,6 +53,16 @@ def main(
     _show_result(result)
     if json:
         print_json(result)
+
+
+def warn_of_leakage(features: list[str], held_out: list[str]) -> None:
+    """Say where validation images are in training too, under other names."""
+    from lattqe.duplicates import leakage_warnings
+    from lattqe.store import FeatureSet
+
+    trained, others = ([FeatureSet.open(uri) for uri in uris] for uris in (features, held_out))
+    for line in leakage_warnings(trained, others):
+        screen.print(f"warning: {line}", markup=False, soft_wrap=True)
 
 
 def train_with_progress(plan: Any, workers: int, threads: int) -> None:

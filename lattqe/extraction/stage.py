@@ -19,6 +19,7 @@ from lattqe.errors import LattqeError
 from lattqe.extraction.pipeline import DescribedBlock
 from lattqe.extraction.sources import ImageEntry, ImageList
 from lattqe.store import Manifest, Pending, features_schema, find_manifest, open_place, part_row_counts, row_bytes
+from lattqe.store.export import plain_cell
 from lattqe.store.features import normalised
 from lattqe.store.parts import StoredRows
 from lattqe.store.pending import clean_up, read_plan, refuse_foreign_files, refuse_other
@@ -127,7 +128,7 @@ class Skipped:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(("number", "id", "reason"))
-        writer.writerows(self.rows)
+        writer.writerows((number, plain_cell(name), plain_cell(reason)) for number, name, reason in self.rows)
         return text.getvalue().encode()
 
 
