@@ -16,10 +16,9 @@ import numpy as np
 import scipy.sparse as sparse
 
 from lattqe.errors import LattqeError
-from lattqe.expansion.base import CANCELLED
+from lattqe.expansion.base import CANCELLED, HOP_ALPHA
 
 MOST_HOPS = 64  # with α = 0.9 one part in 1,000 of the first vectors' neighbors is left after 64
-DEFAULT_ALPHA = 0.9  # share that comes from the neighbors, where no network has learned one
 COLUMN_BYTES = 64 << 20  # of the columns of H that are held twice at once
 
 
@@ -28,12 +27,11 @@ def check_hops(hops: int, alpha: float) -> None:
     if isinstance(hops, bool) or not isinstance(hops, int) or not 1 <= hops <= MOST_HOPS:
         raise LattqeError(f"hops is {hops}: use a whole number from 1 (each row from its neighbors) to {MOST_HOPS}")
     if not (math.isfinite(alpha) and 0 < alpha < 1):
-        raise LattqeError(f"the share of the neighbors is {alpha}: use a number between 0 and 1, such as "
-                          f"{DEFAULT_ALPHA}")
+        raise LattqeError(f"the share of the neighbors is {alpha}: use a number between 0 and 1, such as {HOP_ALPHA}")
 
 
 def directed(weights: np.ndarray, rows: np.ndarray, n: int) -> sparse.csr_array:
-    """W (m, n) float64 of some rows: the positive weights of weights (m, 1 + k) for rows (m, 1 + k), -1 for none.
+    """W (m, n) float32 of some rows: the positive weights of weights (m, 1 + k) for rows (m, 1 + k), -1 for none.
 
     Column 0, the row itself, is left out. A row that is listed twice has both weights.
     """
@@ -48,7 +46,8 @@ def directed(weights: np.ndarray, rows: np.ndarray, n: int) -> sparse.csr_array:
     starts = np.concatenate([[0], np.cumsum(kept.sum(axis=1))])
     if starts[-1] < 2**30:  # then no sum with the transpose needs wider numbers, which would be half of its memory
         starts = starts.astype(np.int32)
-    W = sparse.csr_array((weights[:, 1:][kept].astype(np.float64), rows[:, 1:][kept], starts), shape=(len(rows), n))
+    values = weights[:, 1:][kept].astype(np.float32)
+    W = sparse.csr_array((values, rows[:, 1:][kept], starts), shape=(len(rows), n))
     W.sum_duplicates()
     return W
 
@@ -59,7 +58,8 @@ def transition(W: sparse.csr_array, incoming: sparse.csr_array, loops: np.ndarra
     A row without any edge stays itself.
     """
     own = np.arange(len(loops))
-    A = (W + incoming) / 2 + _entries(np.maximum(loops, 0), own, first + own, W.shape)
+    A = (W.astype(np.float64) + incoming.astype(np.float64)) / 2
+    A = A + _entries(np.maximum(loops, 0), own, first + own, W.shape)
     total = A @ np.ones(A.shape[1])
     alone = np.flatnonzero(total == 0)
     if len(alone):

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from lattqe.augmentation.hops import check_hops, hop
 from lattqe.device import pick_device
 from lattqe.errors import LattqeError
 from lattqe.expansion.base import Method
@@ -34,15 +35,21 @@ def expand(
     return expand_queries(index, xq, theta, _given(k, theta.suggested_k(dba=False))).vectors
 
 
-def augment(xb: np.ndarray, method: str | Method = "lattqe", k: int | None = None, **params: Any) -> np.ndarray:
+def augment(xb: np.ndarray, method: str | Method = "lattqe", k: int | None = None, *, hops: int | None = None,
+            hop_alpha: float | None = None, **params: Any) -> np.ndarray:
     """Expand every row of xb (nb, D) from its k nearest other rows (database-side augmentation): (nb, D) float32.
 
     As `expand`; only original vectors are read, a row is never its own neighbor (its duplicates may be), and lattqe
-    takes the tempered softmax. Search this instead of xb, with queries expanded from it.
+    takes the tempered softmax. Search this instead of xb, with queries expanded from it. `hops`: above 1, features
+    flow that many times over the weighted edges of all rows (`lattqe.augmentation.hops`), each time with a share
+    `hop_alpha` from the neighbors; by default what the model was trained for.
     """
     xb = _unit_rows(xb, "xb")
     theta = _method(method, params, dba=True)
     k = _given(k, theta.suggested_k(dba=True))
+    hops = theta.default_hops if hops is None else hops
+    alpha = theta.hop_alpha if hop_alpha is None else hop_alpha
+    check_hops(hops, alpha)
     if not len(xb):
         return xb.astype(np.float32)
     device = _search_device(theta)
@@ -50,10 +57,15 @@ def augment(xb: np.ndarray, method: str | Method = "lattqe", k: int | None = Non
     index = FlatIndex(xb, device)
     table = shared_table(theta, len(xb), [xb]) if shares(theta, len(xb)) else None
     out = np.empty(xb.shape, dtype=np.float32)
+    weights, rows_of = [], []
     for start in range(0, len(xb), ROW_BLOCK):
         rows = np.arange(start, min(start + ROW_BLOCK, len(xb)))
-        out[rows] = augment_rows(index, rows, D[rows], I[rows], theta, k, table).vectors
-    return out
+        done = augment_rows(index, rows, D[rows], I[rows], theta, k, table)
+        out[rows] = done.vectors
+        if hops > 1:
+            weights.append(done.weights)
+            rows_of.append(done.rows)
+    return hop(np.concatenate(weights), np.concatenate(rows_of), xb, alpha, hops) if hops > 1 else out
 
 
 def _method(method: str | Method, params: dict[str, Any], dba: bool = False) -> Method:

@@ -8,7 +8,7 @@ import torch
 
 from lattqe.device import pick_device
 from lattqe.errors import LattqeError
-from lattqe.expansion.base import Expanded, Lists, Method, parameter
+from lattqe.expansion.base import HOP_ALPHA, Expanded, Lists, Method, parameter
 from lattqe.model.fast import FastLAttQE
 from lattqe.model.network import LAttQE
 
@@ -54,6 +54,17 @@ class AttentionExpansion(Method):
         chosen = self.fast.network.metrics.get("ndba" if dba else "nqe")
         k = chosen if isinstance(chosen, int) and chosen > 0 else super().suggested_k(dba)
         return min(k, self.fast.config.max_k)
+
+    @property
+    def default_hops(self) -> int:
+        """The number that training chose for this network."""
+        chosen = self.fast.network.metrics.get("hops", 1)
+        return chosen if isinstance(chosen, int) and chosen > 0 else 1
+
+    @property
+    def hop_alpha(self) -> float:
+        """What the network learned, where it was trained through hops."""
+        return float(getattr(self.fast.network, "alpha", HOP_ALPHA))
 
     @property
     def largest_k(self) -> int | None:

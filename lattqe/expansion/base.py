@@ -20,6 +20,7 @@ from lattqe.errors import LattqeError
 BLOCK_BYTES = 32 << 20
 # A sum this small beside its terms is rounding noise: the terms cancelled, and its direction means nothing.
 CANCELLED = 1e-6
+HOP_ALPHA = 0.9  # share of a hop that comes from the neighbors, where no network has learned one
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,16 @@ class Method(Described, ABC):
     def suggested_k(self, dba: bool) -> int:
         """How many neighbors to use for queries, or for database rows, where the caller does not say."""
         return self.default_k_dba if dba else self.default_k
+
+    @property
+    def default_hops(self) -> int:
+        """Hops over the graph of all rows where the caller does not say; 1: each row from its own neighbors."""
+        return 1
+
+    @property
+    def hop_alpha(self) -> float:
+        """Share of a hop that comes from the neighbors, where the caller does not say."""
+        return HOP_ALPHA
 
     def depth(self, k: int) -> int:
         """How many neighbors must be fetched so that k of them can be weighed."""

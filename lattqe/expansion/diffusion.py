@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 import numpy as np
 import scipy.sparse as sparse
 
+from lattqe.augmentation.hops import check_hops, hop
 from lattqe.errors import LattqeError
-from lattqe.expansion.base import CANCELLED, Described, parameter
+from lattqe.expansion.base import Described, parameter
 from lattqe.search import knn_graph, topk
 
 MOST_ROWS = 100_000  # graphs of more rows are not held in one process
@@ -256,34 +257,17 @@ class Propagation(Described):
     alpha: float = parameter(0.9, "Share that flows on instead of staying", symbol="α", tries=(0.9,))
 
     def __post_init__(self) -> None:
-        for name, most in (("k", 10_000), ("hops", 100)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise LattqeError(f"{self.name}: {name} is {value!r}: use a whole number from 1 to {most:,}")
-        if not 0 <= self.alpha <= 1:
-            raise LattqeError(f"{self.name}: alpha is {self.alpha}: use a share from 0 to 1, such as 0.9")
-
-    def edges(self, rows: GraphRows) -> sparse.csr_array:
-        """S (n, n) with rows that add up to 1."""
-        I = rows.lists(self.k)[0]  # noqa: E741
-        n, k = I.shape
-        there = I >= 0
-        weights = np.broadcast_to(np.arange(k, 0, -1) / max(k, 1), I.shape)[there]
-        own = np.broadcast_to(np.arange(n)[:, None], I.shape)[there]
-        W = sparse.csr_array((weights, (own, I[there])), shape=(n, n))
-        A = (W + W.T) / 2
-        total = np.asarray(A.sum(axis=1)).ravel()
-        alone = sparse.diags_array((total == 0).astype(np.float64))
-        return sparse.csr_array(sparse.diags_array(1 / np.where(total > 0, total, 1)) @ A + alone)
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise LattqeError(f"{self.name}: k is {self.k!r}: use a whole number from 1, such as 10")
+        check_hops(self.hops, self.alpha)
 
     def augment(self, rows: GraphRows) -> np.ndarray:
         """The rows (n, D) float32 after all hops, L2-normalised."""
-        S, X = self.edges(rows), rows.xb.astype(np.float64)
-        H = X
-        for _ in range(self.hops):
-            H = self.alpha * (S @ H) + (1 - self.alpha) * X
-        norms = np.linalg.norm(H, axis=1, keepdims=True)
-        return np.where(norms > CANCELLED, H / np.maximum(norms, CANCELLED), X).astype(np.float32)
+        I = rows.lists(self.k)[0]  # noqa: E741
+        n, k = I.shape
+        by_rank = np.append(0, np.arange(k, 0, -1) / max(k, 1)).astype(np.float32)
+        numbers = np.concatenate([np.arange(n, dtype=np.int32)[:, None], I], axis=1)
+        return hop(np.tile(by_rank, (n, 1)), numbers, rows.xb, self.alpha, self.hops)
 
 
 RANKERS: dict[str, type[Ranker]] = {"diffusion": Diffusion, "offline-diffusion": OfflineDiffusion}

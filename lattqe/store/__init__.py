@@ -2,12 +2,14 @@
 
 from lattqe.store.artifacts import StoredFiles, check_input_kind, open_artifact
 from lattqe.store.features import FeatureSet, comparable_labels
-from lattqe.store.lists import NeighborGraph, Ranks
+from lattqe.store.lists import Edges, NeighborGraph, Ranks
 from lattqe.store.manifest import Manifest, Part, find_manifest, read_manifest
 from lattqe.store.models import load_model, save_model
 from lattqe.store.pending import Pending
 from lattqe.store.place import ChangedError, MissingFileError, Place, UnavailableError, open_place
 from lattqe.store.tables import (
+    edges_schema,
+    edges_table,
     features_schema,
     features_table,
     neighbors_schema,
@@ -20,8 +22,9 @@ from lattqe.store.tables import (
 from lattqe.store.writer import FeatureWriter
 
 __all__ = [
-    "ChangedError", "FeatureSet", "FeatureWriter", "Manifest", "MissingFileError", "NeighborGraph", "Part", "Pending",
-    "Place", "Ranks", "StoredFiles", "UnavailableError", "check_input_kind", "comparable_labels", "features_schema",
-    "features_table", "find_manifest", "load_model", "neighbors_schema", "neighbors_table", "open_artifact",
-    "open_place", "part_row_counts", "ranks_schema", "ranks_table", "read_manifest", "row_bytes", "save_model",
+    "ChangedError", "Edges", "FeatureSet", "FeatureWriter", "Manifest", "MissingFileError", "NeighborGraph", "Part",
+    "Pending", "Place", "Ranks", "StoredFiles", "UnavailableError", "check_input_kind", "comparable_labels",
+    "edges_schema", "edges_table", "features_schema", "features_table", "find_manifest", "load_model",
+    "neighbors_schema", "neighbors_table", "open_artifact", "open_place", "part_row_counts",
+    "ranks_schema", "ranks_table", "read_manifest", "row_bytes", "save_model",
 ]

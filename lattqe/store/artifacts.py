@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from lattqe.errors import CorruptDataError
 from lattqe.store.features import NORM_TOLERANCE, FeatureSet, IdRegister, bad_ids, norms
-from lattqe.store.lists import NeighborGraph, Ranks, impossible_lists
+from lattqe.store.lists import Edges, NeighborGraph, Ranks, impossible_lists
 from lattqe.store.manifest import Manifest, read_manifest
 from lattqe.store.models import load_model
 from lattqe.store.parts import StoredRows, load_part
@@ -29,14 +29,14 @@ class StoredFiles:
     manifest: Manifest
 
 
-Artifact = FeatureSet | NeighborGraph | Ranks | StoredFiles
+Artifact = FeatureSet | NeighborGraph | Edges | Ranks | StoredFiles
 
 
 def open_artifact(uri: str, cache: str | None = None) -> Artifact:
-    """A FeatureSet, NeighborGraph or Ranks, or the StoredFiles of any other kind."""
+    """A FeatureSet, NeighborGraph, Edges or Ranks, or the StoredFiles of any other kind."""
     place = open_place(uri)
     manifest = read_manifest(place)
-    for kind in (FeatureSet, NeighborGraph, Ranks):
+    for kind in (FeatureSet, NeighborGraph, Edges, Ranks):
         if manifest.kind == kind.kind:
             return kind(place, manifest, cache)
     return StoredFiles(place, manifest)
@@ -54,6 +54,8 @@ def verify_artifact(uri: str, report: Report = lambda rows: None) -> Manifest:
         verify_features(artifact, report)
     elif isinstance(artifact, NeighborGraph):
         verify_lists(artifact, report)
+    elif isinstance(artifact, Edges):
+        verify_edges(artifact, report)
     else:
         for part in artifact.manifest.parts:
             load_part(artifact.place, part)
@@ -107,6 +109,15 @@ def verify_lists(lists: NeighborGraph, report: Report = lambda rows: None) -> No
                 rows = np.flatnonzero(wrong)
                 if len(rows):
                     raise CorruptDataError(f"{where}: row {first + start + rows[0]} {what}")
+
+
+def verify_edges(edges: Edges, report: Report = lambda rows: None) -> None:
+    """Rows in range, none beside itself, weights finite and 0 in padding."""
+    for where, first, batch in _batches(edges, report):
+        neighbors, weights = column_matrix(batch.column("neighbors")), column_matrix(batch.column("weights"))
+        wrong = np.flatnonzero(((neighbors == -1) & (weights[:, 1:] != 0)).any(axis=1))
+        if len(wrong):
+            raise CorruptDataError(f"{where}: row {first + wrong[0]} has a weight other than 0 in its padding")
 
 
 def _list_faults(I: np.ndarray, D: np.ndarray, limit: int | None,  # noqa: E741

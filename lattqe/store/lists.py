@@ -1,4 +1,6 @@
-"""A neighbor graph (row i: the neighbors of row i of its feature set) and lists of ranks (one row for each query)."""
+"""Lists of rows: a neighbor graph (row i: the neighbors of row i of its feature set), edges (the same with weights),
+and ranks (one row for each query).
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -67,6 +69,49 @@ class NeighborGraph(StoredRows):
         from lattqe.store.artifacts import verify_lists
 
         verify_lists(self)
+
+
+class Edges(StoredRows):
+    """What a method made of a neighbor graph: k neighbors for each row, -1 for none, and their weights.
+
+    Weights have one column more, the first: that of the row itself. They may be negative, and are 0 where padded.
+    """
+
+    kind = "edges"
+
+    def __init__(self, place: Place, manifest: Manifest, cache: str | None = None) -> None:
+        self.k = _list_length(manifest, place.uri)
+        super().__init__(place, manifest, cache)
+
+    def read(self, start: int = 0, stop: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(weights (n, 1 + k) float32, rows (n, 1 + k) int32) of rows start..stop, column 0 the row itself."""
+        start, stop = self.parts.span(start, stop)
+        return self.gather(np.arange(start, stop))
+
+    def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(weights, rows) of a row list (n,) in its order, repeats allowed."""
+        rows = self.parts.check_rows(rows)
+        numbers = np.empty((len(rows), 1 + self.k), np.int32)
+        weights = np.empty((len(rows), 1 + self.k), np.float32)
+        numbers[:, 0] = rows
+        for batch, places, within in self.parts.groups(rows):
+            numbers[places, 1:] = column_matrix(batch.column("neighbors"))[within]
+            weights[places] = column_matrix(batch.column("weights"))[within]
+        return weights, numbers
+
+    def _check(self, batch: pa.RecordBatch, first: int, where: str) -> None:
+        """Refuse edges that lead out of the feature set or back to the row itself, and weights that are no numbers."""
+        neighbors, weights = column_matrix(batch.column("neighbors")), column_matrix(batch.column("weights"))
+        for fault, wrong in impossible_lists(neighbors, weights, self.rows, first):
+            rows = np.flatnonzero(wrong)
+            if len(rows):
+                raise CorruptDataError(f"{where}: row {first + rows[0]} {fault.replace('score', 'weight')}")
+
+    def verify(self) -> None:
+        """Check every checksum and every invariant; CorruptDataError at the first fault."""
+        from lattqe.store.artifacts import verify_edges
+
+        verify_edges(self)
 
 
 class Ranks(NeighborGraph):

@@ -19,7 +19,8 @@ FORMAT_VERSION = 1
 MAX_BYTES = 64 << 20
 SEAL_BYTES = 16
 
-KINDS = {"features": "feature set", "neighbors": "neighbor graph", "ranks": "list of ranks", "model": "model"}
+KINDS = {"features": "feature set", "neighbors": "neighbor graph", "ranks": "list of ranks", "model": "model",
+         "edges": "weighted graph"}
 
 
 def describe_kind(kind: str) -> str:

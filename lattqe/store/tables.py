@@ -54,18 +54,25 @@ def neighbors_schema(k: int) -> pa.Schema:
     return pa.schema([_column("neighbors", _list(pa.int32(), k)), _column("scores", _list(pa.float32(), k))])
 
 
+def edges_schema(k: int) -> pa.Schema:
+    """Columns neighbors (k row numbers, -1 = none) and weights: the row's own, then those of its neighbors."""
+    return pa.schema([_column("neighbors", _list(pa.int32(), k)), _column("weights", _list(pa.float32(), 1 + k))])
+
+
 def ranks_schema(k: int) -> pa.Schema:
     """The id of the query, then as in a neighbor graph."""
     return pa.schema([_column("id", pa.string()), *neighbors_schema(k)])
 
 
 def schema_of(kind: str, fields: Mapping[str, Any]) -> pa.Schema:
-    """The schema of a kind from its fields: dim, dtype and labels for features, k for neighbors and ranks."""
+    """The schema of a kind from its fields: dim, dtype and labels for features, k for the others."""
     try:
         if kind == "features":
             return features_schema(int(fields["dim"]), fields["dtype"], bool(fields.get("labels", False)))
         if kind == "neighbors":
             return neighbors_schema(int(fields["k"]))
+        if kind == "edges":
+            return edges_schema(int(fields["k"]))
         if kind == "ranks":
             return ranks_schema(int(fields["k"]))
     except KeyError as error:
@@ -125,6 +132,12 @@ def neighbors_table(I: np.ndarray, D: np.ndarray) -> pa.Table:  # noqa: E741
     """A table of neighbors I (n, k) and scores D (n, k)."""
     return _table([matrix_column(np.asarray(I, dtype=np.int32)), matrix_column(np.asarray(D, dtype=np.float32))],
                   neighbors_schema(I.shape[1]))
+
+
+def edges_table(neighbors: np.ndarray, weights: np.ndarray) -> pa.Table:
+    """A table of neighbors (n, k) and weights (n, 1 + k)."""
+    return _table([matrix_column(np.asarray(neighbors, dtype=np.int32)),
+                   matrix_column(np.asarray(weights, dtype=np.float32))], edges_schema(neighbors.shape[1]))
 
 
 def ranks_table(ids: Sequence[str] | pa.Array, I: np.ndarray, D: np.ndarray) -> pa.Table:  # noqa: E741
@@ -221,4 +234,4 @@ def row_bytes(kind: str, fields: Mapping[str, Any]) -> int:
     if kind == "features":
         width = int(fields["dim"]) * np.dtype(fields["dtype"]).itemsize
         return width + NOMINAL_ID_BYTES + 4 * bool(fields.get("labels", False))
-    return 8 * int(fields["k"]) + (NOMINAL_ID_BYTES if kind == "ranks" else 0)
+    return 8 * int(fields["k"]) + {"ranks": NOMINAL_ID_BYTES, "edges": 4}.get(kind, 0)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
+import lattqe
 from lattqe.augmentation.hops import (
     MOST_HOPS,
     check_hops,
@@ -17,7 +18,10 @@ from lattqe.augmentation.hops import (
     unit_rows,
 )
 from lattqe.errors import LattqeError
+from lattqe.expansion import create
 from lattqe.expansion.base import CANCELLED
+from lattqe.expansion.rows import augment_rows
+from lattqe.search import FlatIndex, knn_graph
 
 
 def dense_sums(weights, rows, x, alpha, hops):
@@ -153,3 +157,24 @@ def test_edges_of_other_features_and_bad_weights_are_refused():
         hop(weights, rows, x, 0.9, 2)
     with pytest.raises(LattqeError, match="do not fit"):
         hop(weights[:, :2], rows, x, 0.9, 2)
+
+
+@pytest.mark.parametrize("method", ["aqe", "aqewd", "alphaqe", "dqe"])
+def test_augment_hops_over_the_edges_of_any_method(method):
+    x = world(3, 60, 1, 8)[2]
+    theta = create(method)
+    I, D = knn_graph(x, 5)  # noqa: E741
+    one = augment_rows(FlatIndex(x), np.arange(60), D, I, theta, 5)
+    np.testing.assert_array_equal(lattqe.augment(x, theta, 5), one.vectors)
+    np.testing.assert_array_equal(lattqe.augment(x, theta, 5, hops=1), one.vectors)
+    expected = dense_hop(one.weights, one.rows, x, theta.hop_alpha, 4)
+    np.testing.assert_allclose(lattqe.augment(x, theta, 5, hops=4), expected, atol=1e-5)
+    other = dense_hop(one.weights, one.rows, x, 0.3, 4)
+    np.testing.assert_allclose(lattqe.augment(x, theta, 5, hops=4, hop_alpha=0.3), other, atol=1e-5)
+
+
+def test_augment_refuses_hops_that_mean_nothing():
+    x = np.eye(3, dtype=np.float32)
+    for hops in (0, 1000):
+        with pytest.raises(LattqeError, match=f"hops is {hops}"):
+            lattqe.augment(x, "aqe", 2, hops=hops)

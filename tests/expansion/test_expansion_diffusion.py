@@ -107,7 +107,7 @@ def test_one_row_and_equal_rows_are_ranked(method: diffusion.Ranker) -> None:
     assert [ranking.tolist() for ranking in method.rankings(GraphRows(same), one)] == [[[0, 1, 2, 3, 4]]]
 
 
-@pytest.mark.parametrize(("k", "hops", "alpha"), [(10, 8, 0.9), (3, 1, 1.0), (119, 2, 0.5)])
+@pytest.mark.parametrize(("k", "hops", "alpha"), [(10, 8, 0.9), (3, 1, 0.99), (119, 2, 0.5)])
 def test_propagation_is_its_definition(k: int, hops: int, alpha: float) -> None:
     xb, _ = clusters()
     n = len(xb)
@@ -138,9 +138,9 @@ def test_propagation_leaves_what_has_no_neighbors_or_cancels() -> None:
     (lambda: Diffusion(kq=0), "kq is 0: use a whole number from 1"),
     (lambda: Diffusion(gamma=-1.0), "gamma is -1.0"),
     (lambda: OfflineDiffusion(truncation=0), "offline-diffusion: truncation is 0"),
-    (lambda: Propagation(hops=0), "propagation: hops is 0: use a whole number from 1 to 100"),
+    (lambda: Propagation(hops=0), "hops is 0: use a whole number from 1"),
     (lambda: Propagation(hops=1000), "hops is 1000"),
-    (lambda: Propagation(alpha=1.5), "alpha is 1.5"),
+    (lambda: Propagation(alpha=1.5), "the share of the neighbors is 1.5"),
 ])
 def test_bad_parameters_are_refused_in_one_line(make, words: str) -> None:
     with pytest.raises(LattqeError, match=words):
