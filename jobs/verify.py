@@ -1,4 +1,4 @@
-"""Check every checksum and every invariant of a stored thing: exit code 0, or 1 and the first thing wrong."""
+"""Check every checksum and every invariant of a stored artifact: exit code 0, or 1 and the first fault."""
 
 import time
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from jobs.console import command, human_bytes, progress_bar, run, screen
-from lattqe.errors import CorruptDataError
+from lattqe.errors import CorruptDataError, LattqeError
 
 EXIT_WRONG = 1
 
@@ -16,7 +16,7 @@ def main(
     recompute: Annotated[int, typer.Option(min=0, help="Of an augmented index: compute that many random rows again "
                                                        "from the recorded inputs and compare.")] = 0,
 ) -> None:
-    """Check every checksum and every invariant of a stored thing: exit code 0, or 1 and the first thing wrong."""
+    """Check every checksum and every invariant of a stored artifact: exit code 0, or 1 and the first fault."""
     from lattqe.store.artifacts import open_artifact, verify_artifact
     from lattqe.store.manifest import describe_kind
 
@@ -25,6 +25,8 @@ def main(
         total = open_artifact(uri).manifest.total_bytes
         with progress_bar("verifying", total) as bar:
             manifest = verify_artifact(uri, bar.advance)
+        if manifest.kind == "model":
+            check_model(uri)
         if recompute:
             recompute_rows(uri, recompute)
     except CorruptDataError as error:
@@ -34,6 +36,24 @@ def main(
     rows = f", {manifest.rows:,} rows" if manifest.rows else ""
     screen.print(f"sound: {describe_kind(manifest.kind)}{rows}, {human_bytes(total)} in "
                  f"{time.monotonic() - started:.1f} s", markup=False, soft_wrap=True)
+
+
+def check_model(uri: str) -> None:
+    """A network's or a whitening's tensors must be those that its config.json describes."""
+    from lattqe.store import load_model
+
+    config = load_model(uri)[1]
+    try:
+        if "network" in config:
+            from lattqe.model import LAttQE
+
+            LAttQE.load(uri)
+        elif config.get("kind") == "whitening":
+            from lattqe.whitening import Whitening
+
+            Whitening.load(uri)
+    except LattqeError as error:
+        raise CorruptDataError(str(error)) from error
 
 
 def recompute_rows(uri: str, count: int) -> None:

@@ -6,6 +6,9 @@ from typing import Any
 
 from lattqe.errors import LattqeError
 
+# Beyond any network; what a stored configuration says is compared with the tensors too, where these show it.
+LARGEST = {"dim": 1 << 20, "layers": 1 << 10, "heads": 1 << 16, "width": 1 << 20, "ffn": 1 << 22, "max_k": 1 << 16,
+           "background": 1 << 16}
 CHOICES = {
     "norm": ("post", "pre"),
     "activation": ("relu", "gelu"),
@@ -62,6 +65,10 @@ class LAttQEConfig:
             optional = name in ("width", "ffn")
             if not (optional and value is None) and (not isinstance(value, int) or not _is_number(value) or value < 1):
                 raise LattqeError(f"{name} is {value!r}: use a whole number from 1")
+        for name, largest in LARGEST.items():
+            value = getattr(self, name)
+            if isinstance(value, int) and value > largest:
+                raise LattqeError(f"{name} is {str(value)[:40]}: use at most {largest}")
         if not isinstance(self.background, int) or not _is_number(self.background) or self.background < 0:
             raise LattqeError(f"background is {self.background!r}: use a whole number from 0")
         for name in ("dropout", "content_dropout"):

@@ -116,21 +116,43 @@ class LAttQE(nn.Module):
         if not isinstance(settings, dict):
             raise LattqeError(f"{source}: config.json has no settings of a network: it is no model of lattqe")
         try:
-            network = cls(LAttQEConfig.from_dict(settings))
+            described = LAttQEConfig.from_dict(settings)
+            wanted = cls.shapes(described, layers=_count_encoders(tensors))
         except LattqeError as error:
             raise LattqeError(f"{source}: {error}") from error
-        wanted = network.state_dict()
         for name in sorted(set(wanted) ^ set(tensors)):
             problem = "is missing" if name in wanted else "is not part of the network its config.json describes"
             raise LattqeError(f"{source}: tensor {name} {problem}: the files do not belong together")
-        for name, tensor in wanted.items():
+        for name, shape in wanted.items():
             found = tensors[name]
-            if tuple(found.shape) != tuple(tensor.shape):
+            if tuple(found.shape) != shape:
                 raise LattqeError(
                     f"{source}: tensor {name} has shape {tuple(found.shape)}, its config.json asks for "
-                    f"{tuple(tensor.shape)}: the files do not belong together"
+                    f"{shape}: the files do not belong together"
                 )
             if not np.isfinite(found).all():
                 raise LattqeError(f"{source}: tensor {name} holds NaN or infinite values: train it again")
+        network = cls(described)
         network.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in tensors.items()})
         return network.eval()
+
+    @classmethod
+    def shapes(cls, config: LAttQEConfig, layers: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a network's tensors, of which nothing is allocated; `layers` encoders are stored.
+
+        A configuration that comes with tensors is not trusted: it could ask for more than there is memory.
+        """
+        if config.layers > layers:
+            raise LattqeError(f"{layers} encoders are stored, config.json asks for {config.layers}: the files do not "
+                              "belong together")
+        try:
+            with torch.device("meta"):
+                return {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+        except RuntimeError as error:  # more elements than can be counted
+            raise LattqeError("config.json asks for a network that is too large: the files do not belong "
+                              "together") from error
+
+
+def _count_encoders(tensors: dict[str, np.ndarray]) -> int:
+    names = (name.split(".") for name in tensors if name.startswith("stack.encoders."))
+    return len({parts[2] for parts in names})

@@ -2,16 +2,19 @@
 
 import dataclasses
 import json
+import resource
 
 import numpy as np
 import pytest
 import torch
 from test_model_network import EXTENDED, SMALL, lists, make
 
-from lattqe.errors import LattqeError
+from jobs.verify import check_model
+from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
 from lattqe.model import ABLATIONS, LAttQE, ablation
 from lattqe.model.network import VERSION
+from lattqe.store import save_model
 
 
 @pytest.mark.parametrize("config", [*(ablation(SMALL, name) for name in sorted(ABLATIONS)), EXTENDED])
@@ -90,6 +93,21 @@ def test_refusals_name_the_setting():
     assert "no settings" in refused(tensors, {**config, "network": [1]})
     wider = dataclasses.replace(SMALL, dim=64).to_dict()
     assert "(13, 64)" in refused(tensors, {**config, "network": wider})
+
+
+@pytest.mark.parametrize("setting", [
+    {"layers": 10**7}, {"layers": 1000}, {"width": 10**6}, {"ffn": 10**9}, {"ffn": 10**6, "width": 200_000}, {"dim": 7},
+    {"dim": 2**20, "heads": 1}, {"max_k": 10**9}, {"max_k": 60_000}, {"background": 10**12, "relational": True},
+    {"layers": 10**30}, {"heads": 10**400}])
+def test_sizes_are_held_against_the_tensors_before_anything_is_built(tmp_path, setting):
+    """A configuration is a few bytes: it must not decide how much memory is taken."""
+    tensors, config = parts()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused(tensors, {**config, "network": {**config["network"], **setting}})
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (64 << 10)  # KiB
+    save_model(str(tmp_path / "model"), tensors, {**config, "network": {**config["network"], **setting}}, {})
+    with pytest.raises(CorruptDataError):
+        check_model(str(tmp_path / "model"))
 
 
 def test_a_place_without_a_model_is_refused(tmp_path):
