@@ -2,13 +2,17 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
 import pytest
+import ray
 from hypothesis import settings
 from s3_server import S3Server
 from xdist.scheduler import LoadScopeScheduling
+
+from cluster.session import ray_session
 
 # Before anything imports Ray: workers inherit these.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -33,7 +37,7 @@ def data_folder() -> Path:
 
 def _part(data_folder: Path, name: str) -> Path:
     if not (data_folder / name).is_dir():
-        pytest.skip(f"no {name}/ in {data_folder}")
+        pytest.skip(f"no {name}/ in {data_folder}: set LATTQE_DATA to a folder that has it")
     return data_folder / name
 
 
@@ -82,6 +86,30 @@ def mortal_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Ser
     server.kill()
 
 
+@pytest.fixture(scope="module")
+def local_ray(s3: S3Server) -> None:
+    """A Ray with two CPUs, shared by all files that ask for it: starting one costs more than most tests.
+
+    The S3 server comes first, for workers inherit its address. A file that needs another Ray ends this one first.
+    """
+    if not ray.is_initialized():
+        SHARED_RAY.enter_context(ray_session(cpus=2))
+
+
+SHARED_RAY = ExitStack()
+
+
+def pytest_sessionfinish() -> None:
+    """End the shared Ray."""
+    SHARED_RAY.close()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Whatever asks for an S3 server is marked so; the other marks stand in the files."""
+    if {"s3", "mortal_s3"} & set(getattr(item, "fixturenames", ())):
+        item.add_marker("s3")
+
+
 @cache
 def starts_ray(path: str) -> bool:
     """Whether a test file, relative to the project, has tests marked `ray`."""
@@ -92,15 +120,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast tests first: a mistake shows in seconds, not after the last kill. Files stay together.
 
     In two processes (`make test`) one begins with the clusters' tests, the other with the fast ones and goes on with
-    the jobs': see `OneRayForEach`.
+    the jobs': see `OneRayForEach`. Files that share one Ray come before those that need their own.
     """
     parallel = "PYTEST_XDIST_WORKER" in os.environ
-    asks_s3 = {item.location[0] for item in items if "s3" in getattr(item, "fixturenames", ())}
+    asks = {name: {item.location[0] for item in items if name in getattr(item, "fixturenames", ())}
+            for name in ("s3", "local_ray")}
 
-    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+    def place(item: pytest.Item) -> tuple[bool, ...]:
         path = item.location[0]
         ray = starts_ray(path)
-        return parallel and not (ray and scope_of(path) == CLUSTERS), ray, path in asks_s3
+        own_ray = ray and path not in asks["local_ray"]
+        return parallel and not (ray and scope_of(path) == CLUSTERS), ray, own_ray, path in asks["s3"]
 
     items.sort(key=place)
 

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 def running_ray():
     """A cluster that all commands join, as on any machine with RAY_ADDRESS set: none has to start its own."""
     with pytest.MonkeyPatch.context() as patch:
+        ray.shutdown()
         started = ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         patch.setenv("RAY_ADDRESS", started.address_info["gcs_address"])
         yield

@@ -14,21 +14,14 @@ from cluster.augmentation import (
     run_augmentation_here,
 )
 from cluster.reach import Nodes, Reach, ShardReader, choose_reach, decide, open_shards
-from cluster.session import ray_session
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search import FlatIndex
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Pending, neighbors_table
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 ROWS, DIM, K = 700, 16, 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    with ray_session(cpus=2):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,9 @@
 """A benchmark on Ray: shards and workers give the numbers of one process; a killed run goes on where it stopped."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,19 +18,30 @@ from lattqe.store import NeighborGraph
 
 DQE = (("C", 0.1), ("negatives", 5))
 
-# What the killed process runs.
+# What the killed process runs: it kills itself instead of storing a cell when so many are there (-1: never).
 PROGRAM = """
-import sys
+import os, signal, sys
+from pathlib import Path
 sys.path.insert(0, {tests!r})
 from benchmark_sets import small_run
 from jobs.benchmark import measure_run, publish
+from lattqe.store.local import LocalPlace
+settle = os.replace, os.link
+def last_step(step):
+    def act(source, target, **options):
+        cells = Path({folder!r}) / "cells"
+        if Path(target).parent == cells and sum(path.suffix == ".json" for path in cells.iterdir()) == {limit}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(source, target, **options)
+    return act
+os.replace, os.link = map(last_step, settle)
 results = measure_run(small_run({folder!r}), {folder!r})
 publish(results, {folder!r})
 """
 
 
 @pytest.mark.ray
-def test_shards_and_workers_give_the_numbers_of_one_process(tmp_path: Path) -> None:
+def test_shards_and_workers_give_the_numbers_of_one_process(local_ray: None, tmp_path: Path) -> None:
     methods = (Method("aqe", "AQE", "fixed", (4,), (4,), (4,)),
                Method("dqe", "DQE", "fixed", (4,), (2,), (2,), {name: (value,) for name, value in DQE}))
     run = small_run(tmp_path / "world", methods)
@@ -56,23 +65,23 @@ def test_shards_and_workers_give_the_numbers_of_one_process(tmp_path: Path) -> N
         np.testing.assert_array_equal(found[0][1], found[1][1])
 
 
+@pytest.mark.kill
 def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """SIGKILL again and again, in all its stages; then the report must be that of an undisturbed run."""
     folder = tmp_path / "killed"
-    program = PROGRAM.format(tests=str(Path(__file__).parents[1]), folder=str(folder))
-    cells, seen = folder / "cells", 0
-    for share in (3, 20):
-        driver = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
-        while driver.poll() is None and _count(cells) < share:
-            time.sleep(0.01)
-        os.kill(driver.pid, signal.SIGKILL)
-        driver.wait()
-        assert driver.stderr is not None
-        driver.stderr.close()
+    cells = folder / "cells"
+
+    def run(limit: int) -> subprocess.CompletedProcess[bytes]:
+        program = PROGRAM.format(tests=str(Path(__file__).parents[1]), folder=str(folder), limit=limit)
+        return subprocess.run([sys.executable, "-c", program], capture_output=True)
+
+    for limit in (3, 20):
+        done = run(limit)
+        assert done.returncode == -signal.SIGKILL, done.stderr
         before = {path.name: path.stat().st_mtime_ns for path in cells.iterdir() if path.suffix == ".json"}
-        assert len(before) >= max(share, seen), "the run ended before it could be killed, or lost cells"
-        seen = len(before)
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+        assert len(before) == limit
+    done = run(-1)
+    assert done.returncode == 0, done.stderr
     after = {path.name: path.stat().st_mtime_ns for path in cells.iterdir()}
     assert {name: after[name] for name in before} == before, "finished cells were measured again"
     assert len(after) > len(before)
@@ -86,9 +95,5 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
         assert (ours["scores"], ours["weights"]) == (theirs["scores"], theirs["weights"])
 
     files = {name: (folder / name).read_bytes() for name in ("results.json", "results.csv", "report.html")}
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert run(-1).returncode == 0
     assert files == {name: (folder / name).read_bytes() for name in files}
-
-
-def _count(cells: Path) -> int:
-    return sum(path.suffix == ".json" for path in cells.iterdir()) if cells.is_dir() else 0

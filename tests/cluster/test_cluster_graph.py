@@ -28,12 +28,6 @@ pytestmark = pytest.mark.ray
 K = 7
 
 
-@pytest.fixture(scope="module")
-def local_ray():
-    with ray_session(cpus=2):
-        yield
-
-
 def write(path, x, dtype="float16"):
     with FeatureWriter(str(path), x.shape[1], dtype=dtype, part_bytes=10_000) as writer:
         writer.append(x, [f"{path.name}-{i}" for i in range(len(x))])

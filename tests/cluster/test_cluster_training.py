@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,23 +9,15 @@ import pytest
 import torch
 from training_sets import DIM, plan_for, write_sets
 
-from cluster.session import ray_session
 from cluster.training import Standing, train_on_cluster
 from lattqe.errors import LattqeError
 from lattqe.store import load_model, open_place
 from lattqe.training import Plan, train
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 # Validation after each update, so that there is time to kill somebody.
 SLOW = ("steps=8", "validate_every=1")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def session() -> Iterator[None]:
-    """One local Ray for all tests here."""
-    with ray_session(cpus=2):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,13 @@ import pytest
 import torch
 from augment_campaign import AugmentCampaign
 from campaign_world import World
+from killing import end_session, session_of
 
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search.update import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.s3, pytest.mark.kill, pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROWS, DIM, K = 16_000, 48, 8
 
@@ -73,32 +74,13 @@ def progress(to):
     return len(list(Path(to).glob("part-*.arrow"))) * 100 + len(pieces(to))
 
 
-def workers_of(session):
-    """Process ids of the augmentation's actors within one process session."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            title = (entry / "cmdline").read_bytes()
-            if b"ray::AugmentWorker" in title and os.getsid(int(entry.name)) == session:
-                found.append(int(entry.name))
-        except (OSError, ValueError):
-            continue
-    return found
+def workers_of(process):
+    """Process ids of the augmentation's actors within one command."""
+    return [pid for pid in session_of(process) if b"ray::AugmentWorker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def files(folder):
     return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
-
-
-def end(process):
-    """End what is left of a killed driver's session (its Ray): by its own group and session ids."""
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and os.getsid(int(entry.name)) == process.pid:
-                os.kill(int(entry.name), signal.SIGKILL)
-        except OSError:
-            continue
-    process.wait()
 
 
 def test_kills_ctrl_c_and_two_drivers_then_the_same_bytes(made, tmp_path):
@@ -106,14 +88,14 @@ def test_kills_ctrl_c_and_two_drivers_then_the_same_bytes(made, tmp_path):
     killed = start(made, to)
     wait_for(lambda: pieces(to), killed)
     os.kill(killed.pid, signal.SIGKILL)
-    end(killed)
+    end_session(killed)
     assert not (to / "manifest.json").exists(), "nothing half-published"
 
     stopped, before = start(made, to), progress(to)
     wait_for(lambda: progress(to) > before, stopped)
     os.kill(stopped.pid, signal.SIGINT)
     _, shown = stopped.communicate(timeout=100)
-    end(stopped)
+    end_session(stopped)
     assert stopped.returncode == 130
     assert re.search(r"\ninterrupted: augment [\d,]+ of 16,000; what is finished is kept, run the same command again "
                      r"to go on\n$", shown), shown
@@ -122,12 +104,12 @@ def test_kills_ctrl_c_and_two_drivers_then_the_same_bytes(made, tmp_path):
     both = [start(made, to), start(made, to)]
     try:
         # Parts are missing, so at least one of the two starts workers.
-        wait_for(lambda: workers_of(both[0].pid) + workers_of(both[1].pid), both[0])
-        os.kill((workers_of(both[0].pid) + workers_of(both[1].pid))[0], signal.SIGKILL)
+        wait_for(lambda: workers_of(both[0]) + workers_of(both[1]), both[0])
+        os.kill((workers_of(both[0]) + workers_of(both[1]))[0], signal.SIGKILL)
         shown = [process.communicate(timeout=200)[1] for process in both]
     finally:
         for process in both:
-            end(process)
+            end_session(process)
     assert [process.returncode for process in both] == [0, 0], shown
     assert files(to) == files(made / "undisturbed")
     assert not (to / "_work").exists()

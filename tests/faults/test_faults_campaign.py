@@ -9,6 +9,8 @@ from lattqe.errors import CorruptDataError
 from lattqe.store import FeatureWriter
 
 
+@pytest.mark.s3
+@pytest.mark.kill
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_faults_lose_nothing_and_change_nothing():

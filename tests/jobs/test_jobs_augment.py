@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import lattqe
-from cluster.session import ray_session
 from jobs.append import app as append
 from jobs.augment import app as augment
 from jobs.console import guarded
@@ -16,15 +15,9 @@ from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search.update import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 ROWS, DIM, K = 2500, 24, 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray(s3):  # the S3 server first: Ray's workers inherit its address
-    with ray_session(cpus=2):
-        yield
 
 
 def call(app, *arguments):

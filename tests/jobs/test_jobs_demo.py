@@ -36,6 +36,7 @@ def kill_when(driver: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.kill
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # under a minute by itself; a busy machine is not a failure
 def test_killed_in_its_benchmark_it_goes_on_to_the_report(tmp_path: Path) -> None:

@@ -5,11 +5,9 @@ import io
 import json
 import os
 import pickle
-import signal
 import struct
 import subprocess
 import sys
-import time
 import zipfile
 import zlib
 from contextlib import redirect_stderr, redirect_stdout
@@ -17,9 +15,9 @@ from contextlib import redirect_stderr, redirect_stdout
 import numpy as np
 import pytest
 import torch
+from killing import killed_midway
 from PIL import Image
 
-from cluster.session import ray_session
 from jobs import cli
 from jobs.extract import _publish, bad_limit
 from lattqe.errors import LattqeError
@@ -31,17 +29,10 @@ from lattqe.extraction.sources import ImageEntry, ImageList
 from lattqe.extraction.stage import Destination, block_table
 from lattqe.store import FeatureSet, open_place
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 TINY = ("--encoder", "tiny_encoder:make", "--size", "32")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray(s3):
-    """One Ray for all tests here, started after the S3 server whose address its workers must know."""
-    with ray_session(cpus=2):
-        yield
 
 
 def lattqe_extract(patch, *arguments):
@@ -312,6 +303,7 @@ def test_published_network_from_disk_and_from_s3(tmp_path, s3_uri, run):
 
 
 @pytest.mark.slow
+@pytest.mark.kill
 def test_killed_driver_is_continued_to_the_same_bytes(tmp_path, monkeypatch, run):
     """SIGKILL in the middle; the second run keeps the blocks that were stored and ends with the very same files."""
     images = tmp_path / "images"
@@ -320,32 +312,32 @@ def test_killed_driver_is_continued_to_the_same_bytes(tmp_path, monkeypatch, run
     (images / "a" / "bad.png").write_bytes(b"bad")
     log = tmp_path / "log"
     monkeypatch.setenv("LATTQE_TEST_LOG", str(log))
-    command = [sys.executable, "-m", "jobs.extract", str(images), "--to", str(tmp_path / "killed"), "--encoder",
-               "tiny_encoder:make_logging", "--size", "32", "--scales", "1"]
+    options = ["--encoder", "tiny_encoder:make_logging", "--size", "32", "--scales", "1"]
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))}
     environment.pop("RAY_ADDRESS", None)
-    driver = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    receipts = tmp_path / "killed" / "_work" / "blocks" / "_work"
-    deadline = time.monotonic() + 150
-    while not list(receipts.glob("part-*.json")):
-        assert time.monotonic() < deadline
-        assert driver.poll() is None, "it ended before it could be killed"
-        time.sleep(0.02)
-    driver.send_signal(signal.SIGKILL)
-    driver.wait()
-    time.sleep(1)  # its workers notice
-    kept = len(list(receipts.glob("part-*.json")))
-    assert 1 <= kept < 7
+
+    def start(to):
+        return subprocess.Popen([sys.executable, "-m", "jobs.extract", str(images), "--to", str(to), *options],
+                                env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                start_new_session=True)
+
+    def stored(to):
+        return len(list((to / "_work" / "blocks" / "_work").glob("part-*.json")))
+
+    killed = killed_midway(start, tmp_path, stored)
+    kept = stored(killed)
+    assert 1 <= kept <= 7
     log.unlink()
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert finished.returncode == 0, finished.stderr
-    assert "Traceback" not in finished.stderr
+    finished = start(killed)
+    _, shown = finished.communicate()
+    assert finished.returncode == 0, shown
+    assert "Traceback" not in shown
     # What was stored is not described again; the driver's probe is one image more.
     assert len(log.read_text().splitlines()) <= 384 - (kept - 1) * 64 + 1
-    assert run(images, "--to", tmp_path / "whole", *command[6:])[0] == 0
+    assert run(images, "--to", tmp_path / "whole", *options)[0] == 0
     assert FeatureSet.open(str(tmp_path / "whole")).rows == 384
     for name in open_place(str(tmp_path / "whole")).list():
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+        assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -216,6 +216,7 @@ main()
 """
 
 
+@pytest.mark.kill
 def test_a_killed_import_finishes_with_the_same_bytes(run, tmp_path, monkeypatch):
     np.save("x.npy", np.vstack([X] * 4))
     monkeypatch.setattr(store, "FeatureWriter", functools.partial(store.FeatureWriter, part_bytes=1024))

@@ -1,17 +1,15 @@
 """`lattqe neighbors` as a command: plan and summary, refusals, and a driver killed in the middle."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
+from killing import killed_midway
 
 from lattqe.search import knn_graph
-from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, open_place
+from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph
 
 pytestmark = pytest.mark.ray
 
@@ -31,25 +29,25 @@ def command(*arguments):
     return [sys.executable, "-m", "jobs.neighbors", *map(str, arguments)]
 
 
+@pytest.mark.kill
 def test_killed_driver_and_the_same_command_again(features, tmp_path):
     """Kill -9 when a few lists are written; the second run continues, and gives the bytes of an undisturbed one."""
-    arguments = command(features.uri, "-k", 9, "--to", tmp_path / "graph", "--workers", 2, "--block-rows", 40, "--json")
-    place = open_place(str(tmp_path / "graph"))
-    driver = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-    deadline = time.monotonic() + 200
-    while sum(name.startswith("_work/lists/") for name in place.list()) < 20:
-        assert driver.poll() is None, driver.stderr.read().decode()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.kill(driver.pid, signal.SIGKILL)
-    driver.communicate()
-    assert not place.exists("manifest.json"), "it was killed in the middle"
-    again = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    def words(to):
+        return command(features.uri, "-k", 9, "--to", to, "--workers", 2, "--block-rows", 40, "--json")
+
+    def start(to):
+        return subprocess.Popen(words(to), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                start_new_session=True)
+
+    to = killed_midway(start, tmp_path, lambda to: len(list((to / "_work" / "lists").glob("*"))) >= 20)
+    arguments = words(to)
+    again = subprocess.run(arguments, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
     assert "0 % of them done" not in again.stderr, again.stderr
     assert "expected time" in again.stderr
     facts = json.loads(again.stdout)
     assert facts["rows"] == 1500
-    graph = NeighborGraph.open(str(tmp_path / "graph"))
+    graph = NeighborGraph.open(str(to))
     ids, scores = knn_graph(features.read(), 9)
     np.testing.assert_array_equal(graph.read()[0], ids)
     np.testing.assert_array_equal(graph.read()[1], scores)

@@ -6,20 +6,13 @@ from typer.testing import CliRunner
 
 import jobs.search
 import lattqe
-from cluster.session import ray_session
 from lattqe.errors import LattqeError
 from lattqe.expansion import create
 from lattqe.expansion import rows as road
 from lattqe.search import FlatIndex
 from lattqe.store import FeatureSet, FeatureWriter, Ranks, open_place
 
-pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    with ray_session(cpus=2):
-        yield
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 
 @pytest.fixture(scope="module")

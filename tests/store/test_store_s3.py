@@ -14,8 +14,9 @@ from s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
 
 import lattqe.store.parts
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
-from lattqe.store import FeatureSet, FeatureWriter, Pending, UnavailableError, neighbors_table, open_place
+from lattqe.store import FeatureSet, FeatureWriter, Pending, UnavailableError, neighbors_table, open_place, s3_client
 from lattqe.store.artifacts import verify_artifact
+from lattqe.store.s3 import S3Place
 from lattqe.store.s3_client import retry_seconds
 
 pytestmark = pytest.mark.s3
@@ -52,6 +53,19 @@ def every(kinds: list[str], calm: int = 1):
     return fault
 
 
+def each_object(among: str, kinds: list[str]):
+    """The first answers with each object whose name holds `among` are faulty, one of each kind; all others are good."""
+    left: dict[str, list[str]] = {}
+    lock = threading.Lock()
+
+    def fault(method: str, path: str) -> str | None:
+        with lock:
+            waiting = left.setdefault(path, list(kinds)) if method == "GET" and among in path else []
+            return waiting.pop(0) if waiting else None
+
+    return fault
+
+
 def test_throttling_failures_and_resets_are_retried(faults, s3_uri):
     faults.fault = every(["throttle", "fail", "hang up", "lose the answer"], calm=2)
     features = write(s3_uri, rows=300)
@@ -68,16 +82,16 @@ def test_throttling_failures_and_resets_are_retried(faults, s3_uri):
 def test_damage_on_the_way_is_read_again(faults, s3_uri, tmp_path, monkeypatch):
     """Some answers have a flipped bit or end early: of small objects, of large ones in ranges, of downloads."""
     features = write(f"{s3_uri}/features", rows=1000)
-    for small, calm in ((5000, 5), (1 << 20, 2)):
+    expected, parts = features.read(), [part.name for part in features.manifest.parts]
+    for small in (5000, 1 << 20):
         monkeypatch.setattr("lattqe.store.s3.RANGE_BYTES", small)
-        faults.fault = every(["corrupt", "cut short"], calm)
-        np.testing.assert_array_equal(FeatureSet.open(features.uri).read(), features.read())
-    name = features.manifest.parts[0].name
-    features.place.download(name, tmp_path / "copy")
-    assert faults.happened["corrupt"] > 2
-    assert faults.happened["cut short"] > 2
+        faults.fault = each_object("part-", ["corrupt", "cut short"])
+        np.testing.assert_array_equal(FeatureSet.open(features.uri).read(), expected)
+    faults.fault = each_object("part-", ["corrupt", "cut short"])
+    features.place.download(parts[0], tmp_path / "copy")
+    assert faults.happened == {"corrupt": 2 * len(parts) + 1, "cut short": 2 * len(parts) + 1}
     faults.fault = lambda method, path: None
-    assert (tmp_path / "copy").read_bytes() == features.place.read(name)
+    assert (tmp_path / "copy").read_bytes() == features.place.read(parts[0])
 
 
 def test_a_part_of_another_writer_is_adopted_as_it_is_stored(faults, s3_uri, monkeypatch):
@@ -134,8 +148,8 @@ def test_giving_up_after_the_time_allowed(faults, s3_uri, monkeypatch, caplog):
     started = time.monotonic()
     with pytest.raises(UnavailableError, match=r"503 SlowDown; gave up after 4 s \(LATTQE_S3_RETRY_SECONDS\)"):
         open_place(s3_uri).write("x", b"1")
-    assert 3.5 < time.monotonic() - started < 20
-    assert 4 <= len(faults.seen) <= 12  # backoff, not a storm
+    assert time.monotonic() - started > 3.5
+    assert 2 <= len(faults.seen) <= 12  # backoff, not a storm; fewer on a crowded machine
     assert "trying for another" in caplog.text
     faults.fault = lambda method, path: None
     assert open_place(s3_uri).list() == []
@@ -159,28 +173,24 @@ def test_time_allowed_must_be_seconds(text, monkeypatch):
         retry_seconds()
 
 
-def test_server_killed_and_restarted_during_a_write(mortal_s3):
+def test_server_killed_and_restarted_during_a_write(mortal_s3, monkeypatch):
+    """It is gone when the fourth part is to be stored, and comes back when that was refused."""
     uri = mortal_s3.fresh_uri()
-    outcome = []
+    refused, explain = threading.Event(), s3_client.explain
+    create, stored = S3Place.create, []
 
-    def run() -> None:
-        try:
-            outcome.append(write(uri, rows=4000))  # far more parts than come before the kill
-        except BaseException as error:
-            outcome.append(error)
+    def create_or_kill(place: S3Place, name: str, data: bytes) -> None:
+        stored.append(name)
+        if len(stored) == 4:
+            mortal_s3.kill()
+            threading.Thread(target=lambda: refused.wait() and mortal_s3.start()).start()
+        create(place, name, data)
 
-    writer = threading.Thread(target=run)
-    writer.start()
-    deadline = time.monotonic() + 60
-    while len(open_place(uri).list()) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    mortal_s3.kill()
-    time.sleep(1)
-    assert writer.is_alive()
-    mortal_s3.start()
-    writer.join(120)
-    assert isinstance(outcome[0], FeatureSet), outcome
+    monkeypatch.setattr(S3Place, "create", create_or_kill)
+    monkeypatch.setattr(s3_client, "explain", lambda *words: (refused.set(), explain(*words))[1])
+    assert write(uri, rows=4000).rows == 4000
+    assert refused.is_set()
+    assert len(stored) > 8, "far more parts than came before the kill"
     verify_artifact(uri)
     assert not [name for name in open_place(uri).list() if name.startswith("_work")]
 
@@ -213,18 +223,19 @@ def assert_no_secrets(error: BaseException) -> None:
 
 @pytest.mark.parametrize(("variable", "value"), [("AWS_SECRET_ACCESS_KEY", "wrong-secret"),
                                                  ("AWS_ACCESS_KEY_ID", "wrong-key")])
-def test_wrong_credentials_are_final_and_not_shown(s3_uri, monkeypatch, variable, value):
+def test_wrong_credentials_are_final_and_not_shown(faults, s3_uri, monkeypatch, variable, value):
     write(s3_uri, rows=20)
     monkeypatch.setenv(variable, value)
-    started = time.monotonic()
+    faults.seen.clear()
     place = open_place(s3_uri)
-    for action in (lambda: FeatureSet.open(s3_uri), lambda: FeatureWriter(s3_uri, 4), lambda: place.list(),
-                   lambda: place.fetch("manifest.json"), lambda: place.write("x", b""), lambda: place.delete("x"),
-                   lambda: place.create("x", b""), lambda: place.open_input("manifest.json")):
+    actions = (lambda: FeatureSet.open(s3_uri), lambda: FeatureWriter(s3_uri, 4), lambda: place.list(),
+               lambda: place.fetch("manifest.json"), lambda: place.write("x", b""), lambda: place.delete("x"),
+               lambda: place.create("x", b""), lambda: place.open_input("manifest.json"))
+    for action in actions:
         with pytest.raises(LattqeError, match=r"S3 refused the credentials|permission denied") as caught:
             action()
         assert_no_secrets(caught.value)
-    assert time.monotonic() - started < 10
+    assert len(faults.seen) <= 2 * len(actions), "asked again, which cannot help"
 
 
 def test_no_credentials(s3_uri, monkeypatch, tmp_path):
@@ -250,14 +261,14 @@ def test_profile_serves_both_clients(s3_uri, monkeypatch, tmp_path):
     np.testing.assert_array_equal(FeatureSet.open(s3_uri).read(), features.read())
 
 
-def test_missing_bucket_is_final(s3, monkeypatch):
-    started = time.monotonic()
+def test_missing_bucket_is_final(faults):
     place = open_place("s3://no-such-bucket/x")
-    for action in (lambda: FeatureSet.open(place.uri), lambda: FeatureWriter(place.uri, 4), lambda: place.list(),
-                   lambda: place.write("x", b""), lambda: place.exists("x"), lambda: place.fetch("x")):
+    actions = (lambda: FeatureSet.open(place.uri), lambda: FeatureWriter(place.uri, 4), lambda: place.list(),
+               lambda: place.write("x", b""), lambda: place.exists("x"), lambda: place.fetch("x"))
+    for action in actions:
         with pytest.raises(LattqeError, match="the bucket 'no-such-bucket' does not exist"):
             action()
-    assert time.monotonic() - started < 10
+    assert len(faults.seen) <= 2 * len(actions), "asked again, which cannot help"
 
 
 @pytest.mark.parametrize("address", ["nonsense", "http://"])
