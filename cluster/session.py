@@ -2,14 +2,19 @@
 
 import logging
 import os
+import secrets
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 import lattqe
 from cluster.environment import forwarded_environment, setting_function
@@ -87,6 +92,48 @@ def _connect(address: str | None, cpus: int | None) -> None:
         raise _no_cluster(address, error) from error
 
 
+@contextmanager
+def _closed_to_others() -> Iterator[None]:
+    """Within the body a Ray that starts here listens on 127.0.0.1 alone, and answers only to this session's token.
+
+    The first is Ray's own switch for machines whose firewalls ask about every port; it has no public name. The token is
+    random, goes to Ray's processes by their environment and is written to no file.
+    """
+    before = {name: os.environ.get(name) for name in (ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "RAY_AUTH_MODE",
+                                                      "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")}
+    clusters = ray_constants.ENABLE_RAY_CLUSTER
+    os.environ |= {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", "RAY_AUTH_MODE": "token",
+                   "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    _read_authentication()
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = clusters
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        _read_authentication()
+
+
+def _read_authentication() -> None:
+    """Let Ray look at the environment again: it has done so when it was imported."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep the handler of SIGTERM that is in place: Ray sets its own, which ends the process without a word."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
 def _start_local(**settings: Any) -> None:
     """Start a Ray of our own. It gives itself half a minute, too little on a crowded machine: then once more."""
     for attempt in range(START_ATTEMPTS):
@@ -115,15 +162,18 @@ def ray_session(address: str | None = None, cpus: int | None = None) -> Iterator
         return
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    _connect(address or os.environ.get("RAY_ADDRESS") or None, cpus)
-    try:
-        owned = ray.cluster_resources()
-        event("ray", ray_job=ray.get_runtime_context().get_job_id(), nodes=len(ray.nodes()),
-              resources={name: owned[name] for name in ("CPU", "GPU", "memory") if name in owned})
-        with grown_cluster():
-            yield
-    finally:
-        ray.shutdown()
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    with nullcontext() if address else _closed_to_others():
+        with _own_signals():
+            _connect(address, cpus)
+        try:
+            owned = ray.cluster_resources()
+            event("ray", ray_job=ray.get_runtime_context().get_job_id(), nodes=len(ray.nodes()),
+                  resources={name: owned[name] for name in ("CPU", "GPU", "memory") if name in owned})
+            with grown_cluster():
+                yield
+        finally:
+            ray.shutdown()
 
 
 def gpus_available() -> int:

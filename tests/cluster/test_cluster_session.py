@@ -1,6 +1,13 @@
-"""Connecting to Ray fails in one line."""
+"""Connecting to Ray fails in one line; a Ray of our own is closed to everybody else."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import ray
 
 from cluster.session import ray_session
 from lattqe.errors import LattqeError
@@ -28,3 +35,59 @@ def test_a_ray_that_cannot_start(monkeypatch):
         pass
     assert "\n" not in str(told.value)
     assert len(tries) == 3, "a crowded machine gets another try"
+
+
+def descendants(pid):
+    """Process ids of a process and of all that it has started."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def listening(pids):
+    """Addresses, as /proc writes them, on which these processes take connections."""
+    waiting = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":  # LISTEN
+                waiting[words[9]] = words[1].split(":")[0]
+    found = []
+    for pid in pids:
+        try:
+            links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+        except OSError:
+            continue
+        found += [waiting[match[1]] for link in links
+                  if (match := re.match(r"socket:\[(\d+)\]", link)) and match[1] in waiting]
+    return found
+
+
+@pytest.mark.ray
+def test_a_local_ray_listens_to_this_machine_and_to_its_token_only(local_ray):
+    """Although the tests' environment turns Ray's tokens off."""
+    assert ray.get(ray.remote(lambda: os.getpid()).remote())
+    addresses = listening(descendants(os.getpid()))
+    assert len(addresses) > 5, "head, node, agents and workers"
+    assert set(addresses) <= {"0100007F", "0000000000000000FFFF00000100007F"}, "127.0.0.1, as IPv4 and within IPv6"
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    address = ray.get_runtime_context().gcs_address
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    code = f"import ray; ray.init({address!r}, logging_level='ERROR'); print('in')"
+    for auth in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}):
+        done = subprocess.run([sys.executable, "-c", code], env=environment | auth, capture_output=True, text=True)
+        assert done.returncode != 0
+        assert done.stdout == ""
+        assert re.search(r"[Aa]uthenticat|token", done.stderr), done.stderr
+    logs = Path(ray._private.worker._global_node.get_session_dir_path())
+    written = b"".join(path.read_bytes() for path in logs.rglob("*") if path.is_file())
+    assert written
+    assert os.environ["RAY_AUTH_TOKEN"].encode() not in written
