@@ -6,6 +6,7 @@ and what survives the driver is in storage, not here.
 """
 
 import statistics
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
@@ -28,7 +29,9 @@ def user_error(error: Exception) -> LattqeError | None:
         return cause
     last_line = str(error).strip().rsplit("\n", 1)[-1].strip()
     kind, separator, message = last_line.partition(": ")
-    return LattqeError(message) if separator and kind.startswith("lattqe.errors.") else None
+    module, _, name = kind.rpartition(".")
+    found = getattr(sys.modules.get(module), name, None) if separator else None
+    return found(message) if isinstance(found, type) and issubclass(found, LattqeError) else None
 
 
 @dataclass(frozen=True)

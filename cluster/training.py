@@ -9,8 +9,10 @@ import math
 import os
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,12 +31,13 @@ if TYPE_CHECKING:
 # A worker group is started again so many times before the training gives up; preempted nodes are not counted.
 MAX_FAILURES = 10
 POLL_SECONDS = 0.25
+STOP_SECONDS = 6.0  # after Ctrl-C: for the update that runs and its checkpoint; then the last checkpoint must do
 
 
 @dataclass
 class Standing:
     """What the board shows: updates done of all and a line about them, the workers' process ids by rank, how often the
-    workers were started, an error that ended the training.
+    workers were started, an error that ended the training, and whether it was asked to stop.
     """
 
     step: int = 0
@@ -43,6 +46,7 @@ class Standing:
     pids: dict[int, int] = field(default_factory=dict)
     starts: int = 0
     error: str | None = None
+    stopping: bool = False
 
 
 class Board:
@@ -57,9 +61,14 @@ class Board:
         self.standing.starts += rank == 0
         return self.standing.error
 
-    def tell(self, step: int, total: int, note: str) -> None:
-        """Say how far the training is."""
+    def tell(self, step: int, total: int, note: str) -> bool:
+        """Say how far the training is; returns whether it shall stop."""
         self.standing.step, self.standing.total, self.standing.note = step, total, note
+        return self.standing.stopping
+
+    def stop(self) -> None:
+        """Ask the training to stop."""
+        self.standing.stopping = True
 
     def fail(self, error: str) -> None:
         """Say that the training cannot continue."""
@@ -76,6 +85,7 @@ def run_worker(config: dict[str, Any]) -> None:
     import torch
 
     from lattqe.training import Plan, Team, train
+    from lattqe.training.loop import StoppedError
     from lattqe.training.stage import NotFiniteError
 
     torch.set_num_threads(config["threads"])
@@ -83,12 +93,17 @@ def run_worker(config: dict[str, Any]) -> None:
     if ray.get(board.join.remote(team.rank, os.getpid())):
         return
 
-    def tell(progress: "Progress") -> None:
-        board.tell.remote(progress.step, progress.total, progress.note)
+    answers: list[Any] = []
+
+    def tell(progress: "Progress") -> bool:
+        """Tell without waiting; the answer to an earlier update says whether to stop."""
+        answers.append(board.tell.remote(progress.step, progress.total, progress.note))
+        ready, answers[:] = ray.wait(answers, num_returns=len(answers), timeout=0)
+        return any(ray.get(ready))
 
     try:
         train(Plan.from_dict(config["plan"]), team, tell)
-    except NotFiniteError as error:  # on all workers alike: nobody waits for us
+    except (NotFiniteError, StoppedError) as error:  # on all workers alike, or all of them are about to end
         ray.get(board.fail.remote(str(error)))
     except LattqeError as error:  # perhaps here alone: raise, so that the others do not wait for ever
         ray.get(board.fail.remote(str(error)))
@@ -119,17 +134,47 @@ def train_on_cluster(
     storage = tempfile.mkdtemp(prefix="lattqe-train-")  # Ray Train insists on one; nothing of ours goes there
     try:
         trainer = _trainer(plan, board, workers, threads, resources, use_gpu, storage, max_failures)
-        with ThreadPoolExecutor(1) as thread:  # not the main thread: there Ray Train would swallow Ctrl-C
-            _follow(thread.submit(trainer.fit), board, _counting(show, plan.config.batch))
+        _follow(_in_background(trainer.fit), board, _counting(show, plan.config.batch))
+    except KeyboardInterrupt:
+        _save_and_stop(board)
+        raise
     finally:
         ray.kill(board)
         shutil.rmtree(storage, ignore_errors=True)
 
 
+def _in_background(function: Callable[[], Any]) -> "Future[Any]":
+    """Call it in a thread that no exit waits for: in the main thread, Ray Train would swallow Ctrl-C."""
+    future: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, name="ray-train", daemon=True).start()
+    return future
+
+
+def _save_and_stop(board: Any) -> None:
+    """Give the workers a moment to save where they stand; without an answer the last checkpoint must do."""
+    try:
+        ray.get(board.stop.remote(), timeout=STOP_SECONDS)
+        deadline = time.monotonic() + STOP_SECONDS
+        while time.monotonic() < deadline:
+            standing = ray.get(board.read.remote(), timeout=STOP_SECONDS)
+            if standing.error is not None or not 0 < standing.step < standing.total:
+                return
+            time.sleep(POLL_SECONDS / 5)
+    except (KeyboardInterrupt, ray.exceptions.RayError):
+        return
+
+
 def threads_for(workers: int) -> int:
-    """Threads of each worker so that they share the CPUs of the cluster evenly."""
-    nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
-    return max(1, int(min(nodes) // math.ceil(workers / len(nodes))))
+    """Threads of each worker so that they share the CPUs of the cluster evenly; a head without CPUs runs none."""
+    nodes = [cpus for node in ray.nodes() if node["Alive"] and (cpus := int(node["Resources"].get("CPU", 0))) >= 1]
+    return max(1, min(nodes, default=1) // math.ceil(workers / max(len(nodes), 1)))
 
 
 def _trainer(

@@ -1,10 +1,12 @@
 """What every job shows on the screen: a plan, a progress bar, a summary; and how it ends when something is wrong."""
 
+import copy
 import functools
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from typer.core import TyperCommand
 
 from jobs.log_file import logged
 from lattqe.errors import LattqeError
@@ -34,7 +37,7 @@ screen = Console(stderr=True, highlight=False)
 EXIT_BAD_INPUT = 2
 # Its name is public, that of its parent is not: typer has a click of its own, or the one that is installed.
 USAGE_ERROR: Any = typer.BadParameter.__base__
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 LINE_SECONDS = 10.0  # between two lines about the progress, in the log file and where there is no terminal
 
 
@@ -119,38 +122,61 @@ def _bar(title: str, total: int, done: int) -> Iterator[ProgressBar]:
 
 
 def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a job; an error the user can mend becomes one line and exit code 2, never a traceback."""
+    """Call a job; an error the user can fix becomes one line and exit code 2, never a traceback."""
     try:
         return function(*args, **kwargs)
     except LattqeError as error:
         screen.print(f"[red]error:[/red] {escape(' '.join(str(error).split()))}", soft_wrap=True)
         raise SystemExit(EXIT_BAD_INPUT) from None
     except KeyboardInterrupt as interrupt:
-        tell_interrupted(interrupt)
-        raise SystemExit(EXIT_INTERRUPTED) from None
+        raise SystemExit(tell_interrupted(interrupt)) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
 
 
-def tell_interrupted(interrupt: KeyboardInterrupt) -> None:
-    """Say in one line how far a job came before Ctrl-C, and how to go on."""
-    reached = next(iter(getattr(interrupt, "__notes__", ())), None)
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which schedulers and `timeout` send, ends a job as Ctrl-C does, with its own exit code."""
+
+    signal = "SIGTERM"  # for the log file
+
+
+def tell_interrupted(interrupt: KeyboardInterrupt) -> int:
+    """Say in one line how far a job came before Ctrl-C or SIGTERM, and how to go on; the exit code."""
+    # Another one, out of impatience, must not end in a traceback of Ray's or Python's last breath.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(number, signal.SIG_IGN)
+    reached = "; ".join(reversed(getattr(interrupt, "__notes__", ())))
     where = f"{escape(reached)}; " if reached else ""
-    screen.print(f"interrupted: {where}what is finished is kept, run the same command again to go on", soft_wrap=True)
+    what, code = (("terminated", EXIT_TERMINATED) if isinstance(interrupt, Terminated)
+                  else ("interrupted", EXIT_INTERRUPTED))
+    screen.print(f"{what}: {where}what is finished is kept, run the same command again to go on", soft_wrap=True)
+    return code
+
+
+def _terminate(number: int, frame: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+    raise Terminated
 
 
 def interruptible(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Ctrl-C end a job with one line and exit code 130: typer, which would say "Aborted!", never sees it."""
+    """Let Ctrl-C end a job with one line and exit code 130, SIGTERM with 143.
+
+    Typer, which would say "Aborted!", never sees them.
+    """
     @functools.wraps(function)
     def job(*args: Any, **kwargs: Any) -> Any:
+        main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGTERM, _terminate) if main else None
         try:
             return function(*args, **kwargs)
         except KeyboardInterrupt as interrupt:
-            # A second Ctrl-C, out of impatience, must not end in a traceback of Ray's or Python's last breath.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            tell_interrupted(interrupt)
-            raise SystemExit(EXIT_INTERRUPTED) from None
+            before = None  # it stays ignored until the process has ended
+            raise SystemExit(tell_interrupted(interrupt)) from None
+        finally:
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)
 
     return job
 
@@ -158,8 +184,22 @@ def interruptible(function: Callable[..., Any]) -> Callable[..., Any]:
 def command(function: Callable[..., Any]) -> typer.Typer:
     """Make the typer application of one job out of its typed function."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    app.command()(interruptible(logged(function)))
+    app.command(cls=PlainCommand)(interruptible(logged(function)))
     return app
+
+
+class PlainCommand(TyperCommand):
+    """A command whose help is text: what stands in [brackets] is shown, not taken for markup."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help."""
+        plain = copy.copy(self)
+        plain.help = escape(self.help) if self.help else self.help
+        plain.params = [copy.copy(param) for param in self.params]
+        for param in plain.params:
+            if text := getattr(param, "help", None):
+                setattr(param, "help", escape(text))  # noqa: B010 - arguments and options have one, their base has not
+        TyperCommand.format_help(plain, ctx, formatter)
 
 
 def run(app: typer.Typer, arguments: list[str] | None = None, name: str | None = None) -> None:

@@ -118,7 +118,7 @@ def _tell_end(error: BaseException, seconds: float) -> None:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         event("finish", logging.WARNING if code else logging.INFO, exit_code=code, seconds=seconds)
     elif isinstance(error, KeyboardInterrupt):
-        event("interrupted", logging.WARNING, seconds=seconds)
+        event("interrupted", logging.WARNING, signal=getattr(error, "signal", "SIGINT"), seconds=seconds)
     elif isinstance(error, LattqeError):
         event("error", logging.ERROR, error=type(error).__name__, message=str(error), seconds=seconds)
     else:  # a bug: the file keeps what the screen shows

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import EXIT_INTERRUPTED, command, run, screen
+from jobs.console import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, command, run, screen
 from lattqe.errors import LattqeError
 from lattqe.events import event
 
@@ -101,9 +101,9 @@ def follow(client: "JobSubmissionClient", number: str) -> int:
         while not info.status.is_terminal():  # the log may end a moment before the job
             time.sleep(POLL_SECONDS)
             info = client.get_job_info(number)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         screen.print(f"{number} goes on; stop it with: ray job stop {number}")
-        raise SystemExit(EXIT_INTERRUPTED) from None
+        raise SystemExit(EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED) from None
     except (OSError, RuntimeError) as error:
         raise LattqeError(f"the cluster does not answer any more ({_first_line(error)}); {number} may go on: ask with "
                           f"`ray job status {number}`") from error

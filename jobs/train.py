@@ -83,14 +83,19 @@ def train_with_progress(plan: Any, workers: int, threads: int) -> None:
 
         def show(standing: Standing) -> None:
             nonlocal bar, told
-            if standing.step in (0, told):
+            if standing.step == 0 or (standing.step == told and bar is None):
                 return
             if bar is None:  # only now: starting the workers is no measure of how long the updates take
                 bar = stack.enter_context(progress_bar("train", standing.total, told))
             bar.advance(standing.step - told, standing.note)
             told = standing.step
 
-        train_on_cluster(plan, workers, threads, show)
+        try:
+            train_on_cluster(plan, workers, threads, show)
+        except KeyboardInterrupt as interrupt:
+            kept = Checkpoints(open_place(plan.destination)).load().step
+            interrupt.add_note(f"checkpoint of update {kept:,}" if kept else "before the first checkpoint")
+            raise
 
 
 def _plan_rows(plan: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jobs.console import human_bytes, interruptible, print_json, progress_bar, run, show_table
+from jobs.console import PlainCommand, human_bytes, interruptible, print_json, progress_bar, run, show_table
 from jobs.log_file import logged
 
 Json = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")]
@@ -13,7 +13,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
                   no_args_is_help=True)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 @interruptible
 @logged
 def learn(
@@ -38,7 +38,7 @@ def learn(
     _tell({"uri": to, "digest": manifest.digest, "input_dim": whitening.input_dim, **whitening.config}, json)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 @interruptible
 @logged
 def apply(
@@ -63,7 +63,7 @@ def apply(
     _tell({"uri": to, "rows": manifest.rows, "dim": manifest.fields["dim"], "digest": manifest.digest}, json)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 @interruptible
 @logged
 def from_checkpoint(

@@ -36,7 +36,12 @@ class Progress:
     note: str
 
 
-Report = Callable[[Progress], None]
+# Hears of each update; where it answers True, the training saves where it stands and stops.
+Report = Callable[[Progress], bool | None]
+
+
+class StoppedError(LattqeError):
+    """The training was asked to stop and has saved where it stands."""
 
 
 def new_network(plan: Plan) -> LAttQE:
@@ -104,11 +109,13 @@ class Training:
                         f"{error}: stopped; the last good checkpoint (step {state.step}) is kept in "
                         f"{self.place.uri}/_work; lower learning_rate and use a new destination") from None
                 sums, since = sums + values.cpu(), since + 1
-                if self._due(step + 1, stop):
+                stopping = self._tell(step + 1, f"{state.stage} · loss {values[0].item():.4f}") and step + 1 < stop
+                if stopping or self._due(step + 1, stop):
                     self._record(stage, step + 1, dict(zip(stage.loss_names(), (sums / since).tolist())),
                                  following if step + 1 == stop else state.stage)
                     sums, since = torch.zeros_like(sums), 0
-                self._tell(step + 1, values[0])
+                if stopping:
+                    raise StoppedError(f"stopped after update {step + 1:,}; the same command continues there")
         if state.step == stop and state.stage != following:  # a stage of no updates
             self._record(stage, stop, {}, following)
 
@@ -136,11 +143,12 @@ class Training:
             self.checkpoints.save(state, last=stage.tensors(), **roles)
             self.place.write(EVENTS, tensorboard_events(state.history))
 
-    def _tell(self, step: int, loss: torch.Tensor) -> None:
+    def _tell(self, step: int, doing: str) -> bool:
+        """Report, as the leader; whether to stop."""
         if not self.team.leads:
-            return
+            return False
         best = "" if self.state.best is None else f" · best validation mAP {self.state.best['map']:.2f}"
-        self.report(Progress(step, self.total, f"{self.state.stage} · loss {loss.item():.4f}{best}"))
+        return bool(self.report(Progress(step, self.total, f"{doing}{best}")))
 
     def _choose(self, network: LAttQE) -> dict[str, Any]:
         """Find nQE alone, and nDBA with nQE, that are best on the mean of the validation sets."""
@@ -149,7 +157,9 @@ class Training:
         if not qe or not dba:
             raise LattqeError(f"the smallest validation database has {smallest + 1} rows: set choose_qe and choose_dba "
                               "to smaller numbers of neighbors")
+        self._tell(self.total, f"choosing nQE among {len(qe)}")
         alone = validation.validate(network, self.sets, qe, self.team)
+        self._tell(self.total, f"choosing nDBA among {len(dba)} with nQE among {len(qe)}")
         with_dba = validation.validate_dba(network, self.sets, dba, qe, self.team)
         n_qe = max(alone, key=lambda k: alone[k]["mean"])
         _, n_dba, n_qe_dba = max((with_dba[str(m)][str(k)], m, k) for m in dba for k in qe)
@@ -166,7 +176,8 @@ class Training:
             return
         state = self.state
         metrics = {**chosen, "best": state.best, "temperature": network.head.temperature.item(),
-                   "seconds": state.seconds, "images": self.training.rows, "classes": len(self.training.class_sizes),
+                   "seconds": time.monotonic() - self.started, "images": self.training.rows,
+                   "classes": len(self.training.class_sizes),
                    "classes_of_one_image": self.training.skipped, "history": state.history}
         self.place.write(CURVE, learning_curve(state.history))
         network.save(self.plan.destination, metrics, training=self.plan.training, inputs=self.plan.inputs)

@@ -1,7 +1,7 @@
 """`lattqe train`: what it prints and writes, what it refuses, and a driver that dies."""
 
 import json
-import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from killing import end_session, killed_midway
 from training_sets import DIM, TINY, clusters, plan_for, write_set, write_sets
 from typer.testing import CliRunner
 
@@ -34,11 +35,12 @@ def arguments(sets: dict[str, str], to: Path, *settings: str) -> list[str]:
 
 
 def start(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", "jobs.train", *words], text=True,
+    return subprocess.Popen([sys.executable, "-m", "jobs.train", *words], text=True, start_new_session=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.mark.ray
+@pytest.mark.kill
 def test_a_killed_driver_continues_to_the_same_weights(sets: dict[str, str], tmp_path: Path) -> None:
     undisturbed = plan_for(sets, tmp_path / "undisturbed", *SLOW)
     threads = torch.get_num_threads()
@@ -46,28 +48,46 @@ def test_a_killed_driver_continues_to_the_same_weights(sets: dict[str, str], tmp
     train(undisturbed)
     torch.set_num_threads(threads)
 
-    words = [*arguments(sets, tmp_path / "model", *SLOW), "--threads", "1", "--json"]
-    state = tmp_path / "model" / "_work" / "state.json"
-    driver = start(*words)
-    while not state.exists():
-        assert driver.poll() is None, driver.stderr and driver.stderr.read()
-        time.sleep(0.02)
-    os.kill(driver.pid, signal.SIGKILL)
-    driver.wait()
-    step = json.loads(state.read_bytes())["step"]
-    assert step < 300
+    def begin(to: Path) -> subprocess.Popen[str]:
+        return start(*arguments(sets, to, *SLOW), "--threads", "1", "--json")
 
-    driver = start(*words)
+    to = killed_midway(begin, tmp_path, lambda to: (to / "_work" / "state.json").exists())
+    driver = begin(to)
     output, errors = driver.communicate()
     assert driver.returncode == 0, errors
     result = json.loads(output)
     assert result["nqe"] in (4, 8)
     assert "Traceback" not in errors
     assert "Ray Train" not in errors  # the screen is ours
-    found, wanted = (load_model(str(tmp_path / name))[0] for name in ("model", "undisturbed"))
+    found, wanted = (load_model(str(uri))[0] for uri in (to, tmp_path / "undisturbed"))
     for name, value in wanted.items():
         assert np.array_equal(found[name], value), name
-    assert not state.parent.exists()
+    assert not (to / "_work").exists()
+
+
+@pytest.mark.ray
+@pytest.mark.kill
+@pytest.mark.parametrize(("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"),
+                                                      (signal.SIGTERM, 143, "terminated")])
+def test_a_signal_saves_a_checkpoint_and_ends_the_training(
+    sets: dict[str, str], tmp_path: Path, number: signal.Signals, code: int, word: str
+) -> None:
+    """In the middle of a training that would save nothing by itself for a long time."""
+    settings = ["steps=1000000", "checkpoint_every=1000000", "validate_every=1000000"]
+    log = tmp_path / "log"
+    driver = start(*arguments(sets, tmp_path / "model", *settings), "--threads", "1", "--log-file", str(log))
+    while driver.poll() is None and not (log.exists() and '"event": "phase", ' in log.read_text()):
+        time.sleep(0.05)
+    driver.send_signal(number)
+    _, shown = driver.communicate()
+    end_session(driver)
+    assert driver.returncode == code, shown
+    kept = json.loads((tmp_path / "model" / "_work" / "state.json").read_bytes())["step"]
+    assert kept > 0
+    last = shown.strip().splitlines()[-1]
+    assert re.fullmatch(rf"{word}: train [\d,]+ of [\d,]+; checkpoint of update {kept:,}; what is finished is "
+                        r"kept, run the same command again to go on", last), shown
+    assert "Traceback" not in shown
 
 
 def refusal(words: list[str]) -> str:
