@@ -6,11 +6,16 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export RAY_USAGE_STATS_ENABLED = 0
 
-.PHONY: demo test lint browser faults fuzz audit clean
+.PHONY: demo check test lint browser faults fuzz audit clean
 
 demo: $(STAMP)
 	$(BIN)/lattqe demo --to demo
 
+# Before every commit, in two minutes: no Ray, no S3 server, no kills.
+check: $(STAMP) lint
+	$(BIN)/python -m pytest -n 2 -m "not ray and not s3 and not kill"
+
+# Everything that must hold.
 test: $(STAMP) lint browser
 	$(BIN)/python -m pytest -n 2
 
@@ -30,9 +35,10 @@ faults: $(STAMP)
 fuzz: $(STAMP)
 	$(BIN)/python tests/faults/fuzz_readers.py --count 100000
 
-# Dependencies as pinned, none below a known hole; pip-audit too where it is installed and has a network.
+# Dependencies as pinned, none below a known hole; pip-audit too where it is installed and has a network. The bill of
+# materials (CycloneDX) goes to build/sbom.json.
 audit: $(STAMP)
-	$(BIN)/python .ci/audit.py
+	$(BIN)/python .ci/audit.py --sbom build/sbom.json
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -4,7 +4,9 @@
 Where `pip-audit` is installed and reaches its database, that is asked too.
 """
 
+import argparse
 import importlib.metadata
+import json
 import re
 import shutil
 import subprocess
@@ -45,9 +47,31 @@ def compare(pins: dict[str, str], installed: dict[str, str]) -> list[str]:
 
 def unsafe(pins: dict[str, str], advisories: dict[str, dict[str, str]]) -> list[str]:
     """Pins below the first version without a known hole."""
-    return [f"{name}: {pins[name]} is pinned, {entry['id']} is mended in {entry['since']}: {entry['what']}"
+    return [f"{name}: {pins[name]} is pinned, {entry['id']} is fixed in {entry['since']}: {entry['what']}"
             for name, entry in sorted(advisories.items())
             if name in pins and Version(pins[name]) < Version(entry["since"])]
+
+
+def bill_of_materials(packages: list[tuple[str, str, str]]) -> dict[str, object]:
+    """What is installed, as (name, version, license), in CycloneDX 1.5; the same packages give the same bytes."""
+    return {
+        "bomFormat": "CycloneDX", "specVersion": "1.5", "version": 1,
+        "metadata": {"component": {"type": "application", "name": "lattqe", "bom-ref": "lattqe"}},
+        "components": [
+            {"type": "library", "bom-ref": f"pkg:pypi/{name}@{version}", "name": name, "version": version,
+             "purl": f"pkg:pypi/{name}@{version}", **({"licenses": [{"license": {"name": stated}}]} if stated else {})}
+            for name, version, stated in sorted(set(packages)) if name != "lattqe"],
+    }
+
+
+def license_of(package: importlib.metadata.Distribution) -> str:
+    """The license that a package states: its SPDX expression, its short name, or its classifiers."""
+    data = package.metadata
+    stated = data.get("License-Expression") or data.get("License") or ""
+    if not stated or len(stated.splitlines()) > 1:
+        found = [each.rsplit(" :: ", 1)[-1] for each in data.get_all("Classifier") or () if each.startswith("License")]
+        stated = ", ".join(found)
+    return stated.strip()
 
 
 def ask_pip_audit() -> tuple[str, bool]:
@@ -64,13 +88,21 @@ def ask_pip_audit() -> tuple[str, bool]:
 
 def main() -> None:
     """Print what is wrong; exit code 1 if something is."""
+    parser = argparse.ArgumentParser(description="Check the installed dependencies.")
+    parser.add_argument("--sbom", type=Path, help="write what is installed to this file, as CycloneDX")
+    target = parser.parse_args().sbom
+    if target is not None:
+        packages = [(plain(each.metadata["Name"]), each.version, license_of(each))
+                    for each in importlib.metadata.distributions()]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(bill_of_materials(packages), indent=1) + "\n")
     pins = read_pins((ROOT / "constraints.txt").read_text())
     installed = {plain(each.metadata["Name"]): each.version for each in importlib.metadata.distributions()}
     advisories = tomllib.loads((ROOT / ".ci" / "advisories.toml").read_text())
     lines = compare(pins, installed) + unsafe(pins, advisories)
     told, found = ask_pip_audit()
     print("\n".join([*lines, told, f"{len(pins)} pins, {len(installed)} installed, {len(advisories)} advisories: "
-                     f"{len(lines)} to mend"]))
+                     f"{len(lines)} to fix"]))
     sys.exit(1 if lines or found else 0)
 
 

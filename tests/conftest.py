@@ -96,6 +96,16 @@ def local_ray(s3: S3Server) -> None:
         SHARED_RAY.enter_context(ray_session(cpus=2))
 
 
+@pytest.fixture(autouse=True)
+def no_ray_without_its_mark(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make check` leaves out what is marked: a test that starts Ray without the mark would slow it down unnoticed."""
+    if "ray" not in request.keywords:
+        def refuse(*_: object, **__: object) -> None:
+            raise AssertionError("this test starts Ray: mark it with pytest.mark.ray")
+
+        monkeypatch.setattr(ray, "init", refuse)
+
+
 SHARED_RAY = ExitStack()
 
 

@@ -112,7 +112,15 @@ def test_the_audit_finds_what_is_not_as_pinned(audit):
     with pytest.raises(SystemExit, match="no exact version"):
         audit.read_pins("numpy>=1")
     found = audit.unsafe({"jinja2": "3.1.5"}, {"jinja2": {"since": "3.1.6", "id": "CVE-2025-27516", "what": "escape"}})
-    assert found == ["jinja2: 3.1.5 is pinned, CVE-2025-27516 is mended in 3.1.6: escape"]
+    assert found == ["jinja2: 3.1.5 is pinned, CVE-2025-27516 is fixed in 3.1.6: escape"]
+
+
+def test_the_bill_of_materials_names_each_package_once(audit):
+    numpy = ("numpy", "2.4.6", "BSD-3-Clause")
+    bill = audit.bill_of_materials([numpy, ("b", "1", ""), numpy, ("lattqe", "0.2.0", "Apache-2.0")])
+    assert [each["purl"] for each in bill["components"]] == ["pkg:pypi/b@1", "pkg:pypi/numpy@2.4.6"]
+    assert bill["components"][1]["licenses"] == [{"license": {"name": "BSD-3-Clause"}}]
+    assert "licenses" not in bill["components"][0]
 
 
 def test_our_pins_are_above_every_advisory(audit):
