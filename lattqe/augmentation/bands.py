@@ -1,0 +1,402 @@
+"""Hops over graphs of any size, in files: the work of `lattqe.augmentation.hops` cut into bands of rows and groups of
+columns, by the numbers of rows and columns alone.
+
+First W is transposed: the edges of each band of rows are sorted by the band that they lead to (`turn`), and each band
+collects what leads to it and normalises its rows of S (`fold`). The original vectors are cut into groups of columns
+(`start`). A hop of a band and a group reads its rows of S and all rows of the group after the hop before, which the
+worker holds (`hop`); columns never mix, so a group is as wide as a worker's memory allows, however many rows there are.
+At last the groups of a part's rows are joined, normalised and published (`part`).
+
+Every file is written whole behind its checksum and has the same bytes whoever makes it, so any process may die at any
+time. All of them lie in the `_work` of the index, which its publication removes.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sparse
+
+from lattqe.augmentation.hops import column_groups, directed, hopped, transition, unit_rows
+from lattqe.errors import CorruptDataError, LattqeError
+from lattqe.memory import peak_bytes
+from lattqe.store import Edges, FeatureSet, MissingFileError, Pending, UnavailableError
+from lattqe.store.manifest import SEAL_BYTES, seal_bytes, unseal_bytes
+from lattqe.store.place import absolute, node_folder, traffic
+from lattqe.store.tables import matrix_column
+
+FOLDER = "_work/hops/"
+BAND_ROWS = 16_384  # 20 MiB of edges at k = 50: some seconds of work between two looks at the queue
+MOST_BANDS = 256  # their transposition reads the square of that many pieces
+GROUP_BYTES = 512 << 20  # of all rows of a group of columns, held by a worker
+READS_AT_ONCE = 8
+RESCANS = 8  # of what is there, after a file was found damaged or gone
+
+# ("turn", band), ("start", band), ("fold", band), ("hop", group, hop, band) or ("part", part)
+Item = tuple[Any, ...]
+
+
+class StaleHopsError(LattqeError):
+    """A file that was to be read is damaged, or another driver has gone on and removed it: look again what is there."""
+
+
+@dataclass(frozen=True)
+class HopTask:
+    """What to compute: all that decides the result, and nothing larger than a line, for it goes to every worker."""
+
+    features: str  # URI of the original rows
+    edges: str  # URI of their edges
+    to: str  # where a Pending has been begun
+    hops: int
+    alpha: float
+    cache: str | None = None  # node-local folder that keeps remote rows
+    band_rows: int = BAND_ROWS
+    group_bytes: int = GROUP_BYTES
+
+    def __post_init__(self) -> None:
+        """Make addresses absolute, for the workers."""
+        for name in ("features", "edges", "to"):
+            object.__setattr__(self, name, absolute(getattr(self, name)))
+        object.__setattr__(self, "cache", node_folder(self.cache))
+
+    def cut(self, rows: int, dim: int) -> "Cut":
+        """The cut of so many rows and columns."""
+        return Cut(rows, dim, max(self.band_rows, -(-rows // MOST_BANDS)), self.group_bytes)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Bands of rows and groups of columns."""
+
+    rows: int
+    dim: int
+    band_rows: int
+    group_bytes: int
+
+    @cached_property
+    def bands(self) -> list[tuple[int, int]]:
+        """First and last+1 row of each band."""
+        return [(start, min(start + self.band_rows, self.rows)) for start in range(0, self.rows, self.band_rows)]
+
+    @cached_property
+    def groups(self) -> list[slice]:
+        """The columns of each group."""
+        return column_groups(self.rows, self.dim, self.group_bytes)
+
+    def hop_bytes(self, k: int, workers: int) -> tuple[int, int]:
+        """Bytes that one hop reads, at the most, and writes: every worker reads the hop before, every group reads S."""
+        vectors = 4 * self.rows * self.dim
+        graph = len(self.groups) * self.rows * (8 + 8 * (1 + 2 * k))
+        return vectors * min(workers, len(self.bands)) + vectors + graph, vectors
+
+    def worker_bytes(self, k: int) -> int:
+        """Memory of a worker: a group of columns with a band of S and its result, or a band while it is folded."""
+        columns = max(group.stop - group.start for group in self.groups)
+        rows = min(self.band_rows, self.rows)
+        edges = rows * (1 + 2 * k)
+        return max(4 * self.rows * columns + 16 * rows * columns + 20 * edges, 80 * edges)
+
+
+def _turned(band: int) -> str:
+    return f"{FOLDER}turned-{band:05d}.bin"
+
+
+def _folded(band: int) -> str:
+    return f"{FOLDER}rows-{band:05d}.bin"
+
+
+def _vectors(group: int, hop: int, band: int) -> str:
+    return f"{FOLDER}h{hop:03d}-g{group:04d}-b{band:05d}.bin"
+
+
+class HopWorker:
+    """Does items, in any order that their files allow. Built from URIs only."""
+
+    def __init__(self, task: HopTask) -> None:
+        self.task = task
+        self.features = FeatureSet.open(task.features, cache=task.cache)
+        self.edges = Edges.open(task.edges, cache=task.cache)
+        self.pending = Pending.attach(task.to)
+        self.place = self.pending.place
+        self.cut = task.cut(self.features.rows, self.features.dim)
+        if self.edges.rows != self.features.rows:
+            raise LattqeError(f"{task.edges} has edges of {self.edges.rows} rows, but {task.features} has "
+                              f"{self.features.rows}: these are edges of other features")
+        self._held: tuple[tuple[int, int] | None, np.ndarray] = (None, np.empty((0, 0), np.float32))
+
+    def run(self, item: Item) -> dict[str, Any]:
+        """Do an item and say what it took."""
+        started, cpu = time.perf_counter(), time.process_time()
+        getattr(self, item[0])(*item[1:])
+        return {"seconds": time.perf_counter() - started, "cpu": time.process_time() - cpu,
+                "peak_bytes": peak_bytes(), "traffic": traffic.take()}
+
+    def turn(self, band: int) -> None:
+        """Sort the edges of a band by the bands that they lead to: how many there are, then each band's, sealed."""
+        first, stop = self.cut.bands[band]
+        W = directed(*self.edges.read(first, stop), self.cut.rows)
+        turned = W.T.tocsr()
+        targets = np.repeat(np.arange(self.cut.rows, dtype=np.int32), np.diff(turned.indptr))
+        sources, weights = (turned.indices + first).astype(np.int32), turned.data
+        ends = turned.indptr[[stop for _, stop in self.cut.bands]]
+        pieces, begin = [seal_bytes(np.diff(ends, prepend=0).astype("<i8").tobytes())], 0
+        for end in ends:
+            pieces.append(seal_bytes(b"".join(each[begin:end].tobytes() for each in (targets, sources, weights))))
+            begin = end
+        self.place.write(_turned(band), b"".join(pieces))
+
+    def fold(self, band: int) -> None:
+        """Rows of S: the band's own edges, and those of all bands that lead to it."""
+        first, stop = self.cut.bands[band]
+        with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+            pieces = list(pool.map(lambda source: self._piece(source, band), range(len(self.cut.bands))))
+        targets, sources, weights = (np.concatenate(each) for each in zip(*pieces))
+        own, rows = self.edges.read(first, stop)
+        W = directed(own, rows, self.cut.rows)
+        incoming = sparse.csr_array((weights, (targets - first, sources)), shape=W.shape)
+        S = transition(W, incoming, own[:, 0], first)
+        self._write(_folded(band), np.array([S.nnz], "<i8"), S.indptr.astype("<i8"), S.indices.astype("<i4"), S.data)
+
+    def _piece(self, source: int, band: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What leads from one band to another: targets, sources, weights, by target and source."""
+        name, bands = _turned(source), len(self.cut.bands)
+        try:
+            table = unseal_bytes(self.place.read_range(name, 0, SEAL_BYTES + 8 * bands), name)
+            counts = np.frombuffer(table, "<i8")
+            begin = SEAL_BYTES * (1 + band) + 8 * bands + 12 * int(counts[:band].sum())
+            body = unseal_bytes(self.place.read_range(name, begin, SEAL_BYTES + 12 * int(counts[band])), name)
+        except UnavailableError:
+            raise
+        except LattqeError as error:  # gone, damaged or cut short
+            raise self._stale(name) from error
+        n = 4 * int(counts[band])
+        return (np.frombuffer(body[:n], np.int32), np.frombuffer(body[n : 2 * n], np.int32),
+                np.frombuffer(body[2 * n :], np.float32))
+
+    def start(self, band: int) -> None:
+        """Cut the original vectors of a band into groups of columns."""
+        x = self.features.read(*self.cut.bands[band]).astype(np.float32)
+        for group, columns in enumerate(self.cut.groups):
+            self._write(_vectors(group, 0, band), x[:, columns])
+
+    def hop(self, group: int, hop: int, band: int) -> None:
+        """The vectors of a band, in a group of columns, after one more hop."""
+        before = self._all_rows(group, hop - 1)
+        S = self._rows_of_s(band)
+        first, stop = self.cut.bands[band]
+        x = before[first:stop] if hop == 1 else self._read_vectors(group, 0, band)
+        self._write(_vectors(group, hop, band), hopped(S, before, x, self.task.alpha))
+
+    def _all_rows(self, group: int, hop: int) -> np.ndarray:
+        """All rows of a group after a hop (n, c), held until another is asked for; read band by band."""
+        key, held = self._held
+        if key == (group, hop):
+            return held
+        columns = self.cut.groups[group]
+        shape = (self.cut.rows, columns.stop - columns.start)
+        self._held = (None, held)
+        if held.shape != shape:
+            del held
+            self._held = (None, np.empty((0, 0), np.float32))  # the old one goes before the new one comes
+            held = np.empty(shape, np.float32)
+        for band, (first, stop) in enumerate(self.cut.bands):
+            held[first:stop] = self._read_vectors(group, hop, band)
+        self._held = ((group, hop), held)
+        return held
+
+    def _rows_of_s(self, band: int) -> sparse.csr_array:
+        first, stop = self.cut.bands[band]
+        body = self._read(_folded(band))
+        count, rows = int(np.frombuffer(body[:8], "<i8")[0]), stop - first
+        cuts = np.cumsum([8, 8 * (rows + 1), 4 * count, 4 * count])
+        if len(body) != cuts[-1]:
+            raise self._stale(_folded(band))
+        starts, columns, values = (np.frombuffer(body[low:high], kind) for low, high, kind in
+                                   zip(cuts, cuts[1:], ("<i8", "<i4", "<f4")))
+        return sparse.csr_array((values, columns, starts.astype(np.int32 if count < 2**31 else np.int64)),
+                                shape=(rows, self.cut.rows))
+
+    def part(self, number: int) -> None:
+        """Publish a part: its rows as they are, with the vectors after the last hop, normalised."""
+        stop = int(np.cumsum(self.pending.part_rows)[number])
+        start = stop - self.pending.part_rows[number]
+        x = self.features.read(start, stop).astype(np.float32)
+        H = np.empty(x.shape, np.float32)
+        for band, (first, last) in enumerate(self.cut.bands):
+            low, high = max(first, start), min(last, stop)
+            for group, columns in enumerate(self.cut.groups if low < high else ()):
+                done = self._read_vectors(group, self.task.hops, band)
+                H[low - start : high - start, columns] = done[low - first : high - first]
+        vectors = unit_rows(H, x).astype(self.features.dtype)
+        table = self.features.table(start, stop).combine_chunks()
+        column = table.column_names.index("vector")
+        self.pending.publish(number, table.set_column(column, table.schema.field(column), matrix_column(vectors)))
+
+    def _write(self, name: str, *arrays: np.ndarray) -> None:
+        self.place.write(name, seal_bytes(b"".join(np.ascontiguousarray(each).tobytes() for each in arrays)))
+
+    def _read(self, name: str) -> memoryview:
+        try:
+            return unseal_bytes(memoryview(self.place.fetch(name)), f"{self.place.uri}/{name}")
+        except (MissingFileError, CorruptDataError) as error:
+            raise self._stale(name) from error
+
+    def _read_vectors(self, group: int, hop: int, band: int) -> np.ndarray:
+        columns, (first, stop) = self.cut.groups[group], self.cut.bands[band]
+        shape = (stop - first, columns.stop - columns.start)
+        body = self._read(_vectors(group, hop, band))
+        if len(body) != 4 * shape[0] * shape[1]:
+            raise self._stale(_vectors(group, hop, band))
+        return np.frombuffer(body, np.float32).reshape(shape)
+
+    def _stale(self, name: str) -> StaleHopsError:
+        """A damaged file is removed, so that it is made again."""
+        self.place.delete(name)
+        return StaleHopsError(f"{self.place.uri}/{name} is damaged or gone: run the same command again")
+
+
+class Schedule:
+    """Which items can start: made from what is there, then told what is done."""
+
+    def __init__(self, task: HopTask) -> None:
+        features = FeatureSet.open(task.features)
+        self.task, self.cut = task, task.cut(features.rows, features.dim)
+        self.pending = Pending.attach(task.to)
+        self.parts = self.pending.missing()
+        self.waiting: set[Item] = set()
+        self.folds: list[Item] = []
+        there = set(self.pending.place.sizes()) if self.parts else set()
+        bands, groups = range(len(self.cut.bands)), range(len(self.cut.groups))
+        self.missing = {(group, hop): {band for band in bands if _vectors(group, hop, band) not in there}
+                        for group in groups for hop in range(task.hops + 1)}
+        self.level = {group: max((hop for hop in range(task.hops + 1) if not self.missing[group, hop]), default=0)
+                      for group in groups}
+        if not self.parts or self.finished_hopping:
+            return
+        self.folds = [("fold", band) for band in bands if _folded(band) not in there]
+        turns = [("turn", band) for band in bands if _turned(band) not in there] if self.folds else []
+        starts = [("start", band) for band in bands if any(band in self.missing[group, 0] for group in groups)]
+        self.waiting = {*turns, *starts}
+
+    @property
+    def finished_hopping(self) -> bool:
+        """Whether every group has made its last hop."""
+        return all(level == self.task.hops for level in self.level.values())
+
+    def ready(self) -> list[Item]:
+        """What can start at once."""
+        if not self.parts:
+            return []
+        if self.finished_hopping:
+            return [("part", part) for part in self.parts]
+        return sorted(self.waiting) or self._after_cutting()
+
+    def _after_cutting(self) -> list[Item]:
+        """When everything is turned: fold. When everything is folded: hop."""
+        folds, self.folds = self.folds, []
+        self.waiting = {*folds}
+        if folds:
+            return folds
+        for band in range(len(self.cut.bands)):
+            self.pending.place.delete(_turned(band))
+        return [item for group in self.level for item in self._next_hop(group)]
+
+    def _next_hop(self, group: int) -> list[Item]:
+        hop = self.level[group] + 1
+        return [("hop", group, hop, band) for band in sorted(self.missing[group, hop])] if hop <= self.task.hops else []
+
+    def done(self, item: Item) -> list[Item]:
+        """What has become possible."""
+        if item[0] in ("turn", "start", "fold"):
+            self.waiting.discard(item)
+            return [] if self.waiting else self._after_cutting()
+        if item[0] != "hop":
+            return []
+        _, group, hop, band = item
+        self.missing[group, hop].discard(band)
+        if self.missing[group, hop]:
+            return []
+        self.level[group] = hop
+        if hop > 2:  # the hop before may still be read by a spare copy, or by another driver
+            for each in range(len(self.cut.bands)):
+                self.pending.place.delete(_vectors(group, hop - 2, each))
+        return [("part", part) for part in self.parts] if self.finished_hopping else self._next_hop(group)
+
+    def rows_left(self) -> int:
+        """Rows times groups that are still to hop."""
+        sizes = [stop - first for first, stop in self.cut.bands]
+        return sum(sizes[band] for group, level in self.level.items() for hop in range(level + 1, self.task.hops + 1)
+                   for band in self.missing[group, hop]) if self.parts else 0
+
+
+@dataclass
+class HopSummary:
+    """What it took, by kind of item."""
+
+    seconds: dict[str, float] = field(default_factory=dict)  # of all workers
+    read: dict[str, int] = field(default_factory=dict)  # bytes
+    written: dict[str, int] = field(default_factory=dict)
+    cpu: float = 0.0
+    peak_bytes: int = 0
+    took: float = 0.0
+    retries: int = 0
+    workers_lost: int = 0
+
+    def add(self, item: Item, result: dict[str, Any]) -> None:
+        """Add what a worker says of an item."""
+        kind = item[0]
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + result["seconds"]
+        self.read[kind] = self.read.get(kind, 0) + result["traffic"][0]
+        self.written[kind] = self.written.get(kind, 0) + result["traffic"][1]
+        self.cpu += result["cpu"]
+        self.peak_bytes = max(self.peak_bytes, result["peak_bytes"])
+
+    def facts(self, hops: int) -> dict[str, Any]:
+        """For the summary, and for scripts."""
+        return {"hops": hops, "hop_seconds": {name: round(spent, 2) for name, spent in self.seconds.items()},
+                "bytes_read_for_each_hop": self.read.get("hop", 0) // hops,
+                "bytes_written_for_each_hop": self.written.get("hop", 0) // hops}
+
+
+def rows_of(item: Item, cut: Cut) -> int:
+    """Rows that an item brings forward by one hop."""
+    if item[0] != "hop":
+        return 0
+    first, stop = cut.bands[item[3]]
+    return stop - first
+
+
+def until_sound(attempt: Callable[[], None]) -> None:
+    """Run an attempt, again where a file turned out damaged or gone: what is there is looked at anew."""
+    for _ in range(RESCANS):
+        try:
+            return attempt()
+        except StaleHopsError:
+            continue
+    return attempt()
+
+
+def run_hops(task: HopTask, on_rows: Callable[[int], None] = lambda rows: None) -> HopSummary:
+    """Do all that is missing of `task.to` in this process; `on_rows(n)` after each n rows of a group of columns.
+
+    The manifest is the caller's.
+    """
+    summary, started = HopSummary(), time.monotonic()
+
+    def attempt() -> None:
+        schedule = Schedule(task)
+        queue: Sequence[Item] = schedule.ready()
+        worker = HopWorker(task) if queue else None
+        while queue and worker is not None:
+            item, *rest = queue
+            summary.add(item, worker.run(item))
+            on_rows(rows_of(item, schedule.cut))
+            queue = [*schedule.done(item), *rest]
+
+    until_sound(attempt)
+    summary.took = time.monotonic() - started
+    return summary
