@@ -28,6 +28,9 @@ def main(
     columns: int | None = typer.Option(None, help="keep the first so many columns"),
     rows: str | None = typer.Option(None, help="keep the rows A:B"),
     select: list[str] = typer.Option([], help="keep rows by FILE.npy (flags, row numbers) or FILE.npy=VALUE"),
+    allow_expansion: bool = typer.Option(
+        False, "--allow-expansion", help="read files that unfold to more than 100 times their size"
+    ),
     json: bool = typer.Option(False, "--json", help="print the result as JSON on stdout"),
 ) -> None:
     """Import foreign files of vectors as a feature set.
@@ -52,6 +55,7 @@ def main(
             ids=local.get("ids"), labels=local.get("labels"), key=key, ids_key=ids_key, labels_key=labels_key,
             transposed=transposed, columns=columns, rows=rows,
             select=[local[f"select-{number}"] + value for number, (_, value) in enumerate(conditions)],
+            allow_expansion=allow_expansion,
         )  # fmt: skip
         for note in source.notes:
             screen.print(f"note: {note}", markup=False, soft_wrap=True)

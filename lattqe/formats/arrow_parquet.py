@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lattqe.errors import LattqeError
-from lattqe.formats.columns import as_ids, as_labels
+from lattqe.formats.columns import as_ids, as_labels, text_labels
 from lattqe.formats.matrix import ID_NAMES, LABEL_NAMES, VECTOR_NAMES
 from lattqe.formats.reader import Labels, Options, Reader, RowBlock, as_vectors, check_matrix
 
@@ -57,7 +57,7 @@ class BatchReader(Reader):
             return set()
         names: set[str] = set()
         for batch in self._sound([self._label], 1 << 16):
-            names.update(_texts(batch.column(0), self.name, "label"))
+            names.update(text_labels(_texts(batch.column(0), self.name, "label"), self.name))
         return names
 
     def _sound(self, columns: list[str], size: int) -> Iterator[pa.RecordBatch]:

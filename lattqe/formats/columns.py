@@ -32,14 +32,22 @@ def as_labels(values: Any, name: str) -> Labels:
     kinds = {type(value) for value in flat}
     if kinds <= {int, bool}:
         return _int32(flat, name)
-    texts = [_text(value, name, row) for row, value in enumerate(flat)]
-    if "" in texts:
-        raise LattqeError(f"{name}: the label of row {texts.index('')} is empty")
+    texts = text_labels([_text(value, name, row) for row, value in enumerate(flat)], name)
     try:
         numbers = [int(text) if text.strip() == text and text.isascii() else int("") for text in texts]
     except ValueError:
         return texts
     return _int32(numbers, name)
+
+
+def text_labels(texts: list[str], name: str) -> list[str]:
+    """The texts, each of which can be a label: one line, as they are exported."""
+    for text in dict.fromkeys(texts):
+        if not text or len(text) > MAX_ID or set("\x00\r\n") & set(text):
+            what = "empty" if not text else f"{len(text)} characters long" if len(text) > MAX_ID else "of several lines"
+            raise LattqeError(f"{name}: the label of row {texts.index(text)} is {what}; labels have 1 to {MAX_ID} "
+                              "characters on one line")
+    return texts
 
 
 def read_ids(path: str | Path, rows: int | None = None) -> list[str]:

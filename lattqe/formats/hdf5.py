@@ -9,7 +9,7 @@ import math
 import mmap
 import struct
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def open_hdf5(path: Path, options: Options) -> MatrixReader:
     given = (options.key, options.ids_key, options.labels_key)
     key, ids, labels = (name.strip("/") if name else None for name in given)
     contents = datasets(path, {name for name in (ids, labels) if name})
-    options = Options(key, bool(options.transposed), ids, labels)
+    options = replace(options, key=key, transposed=bool(options.transposed), ids_key=ids, labels_key=labels)
     return open_named(str(path), contents, options, kind="HDF5", columns_are_images=False)
 
 

@@ -14,6 +14,8 @@ from lattqe.errors import LattqeError
 
 MAX_COLUMNS = 1 << 20  # beyond any descriptor; a damaged header must not decide how much is allocated
 BLOCK_BYTES = 1 << 25  # of float32, whatever number of rows was asked for
+MAX_EXPANSION = 100  # bytes of float32 for each byte of a file: vectors of numbers hardly compress
+UNFOLDED_BYTES = 64 << 20  # that do no harm, however small the file
 
 Labels = np.ndarray | list[str]
 
@@ -33,6 +35,7 @@ class Options:
 
     key: str | None = None
     transposed: bool | None = None
+    allow_expansion: bool = False  # whether a small file may unfold to very many rows
     ids_key: str | None = None  # the array or column with ids; None: one with a usual name
     labels_key: str | None = None
 
@@ -161,8 +164,21 @@ def open_reader(path: str | Path, options: Options | None = None) -> Reader:
     format = find_format(str(path))
     check_file(path)
     opener = getattr(importlib.import_module(f"lattqe.formats.{format.module}"), format.function)
+    options = options or Options()
     with decoding(path, format.endings[0]):
-        return cast(Reader, opener(path, options or Options()))
+        reader = cast(Reader, opener(path, options))
+    if not options.allow_expansion:
+        check_expansion(path, reader.rows, reader.dim)
+    return reader
+
+
+def check_expansion(path: Path, rows: int, dim: int) -> None:
+    """Refuse a small file that would fill the disk: compression, or rows that were declared and never written."""
+    size, unfolded = path.stat().st_size, rows * dim * 4
+    if unfolded > UNFOLDED_BYTES and unfolded > MAX_EXPANSION * size:
+        times = unfolded // size
+        raise LattqeError(f"{path} has {size:,} bytes and declares {rows:,} × {dim} numbers, {times:,} times as much: "
+                          f"{MAX_EXPANSION} times is the limit, give --allow-expansion if this is meant")
 
 
 def find_format(name: str) -> Format:

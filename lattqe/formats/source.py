@@ -211,6 +211,7 @@ def open_source(
     columns: int | None = None,
     rows: str | None = None,
     select: Sequence[str] = (),
+    allow_expansion: bool = False,
 ) -> ImportSource:
     """Open foreign files as one source; nothing is read yet but headers, ids and labels.
 
@@ -222,7 +223,7 @@ def open_source(
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
     if not paths:
         raise LattqeError("there is nothing to import: give at least one file")
-    readers = [open_reader(path, Options(key, transposed, ids_key, labels_key)) for path in paths]
+    readers = [open_reader(path, Options(key, transposed, allow_expansion, ids_key, labels_key)) for path in paths]
     _check_dims(readers)
     total = sum(reader.rows for reader in readers)
     dim = readers[0].dim

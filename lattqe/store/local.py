@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -18,6 +19,7 @@ from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.store.place import Bytes, ChangedError, MissingFileError, Place, check_name, traffic
 
 TEMPORARY = ".tmp-"
+OWNER = re.compile(re.escape(TEMPORARY) + r"(?P<host>.+)-(?P<pid>\d{1,9})-[0-9a-f]{12}", re.DOTALL)
 # A temporary file of another machine cannot be asked for its process: it counts as abandoned after a day.
 ABANDONED_SECONDS = 86_400
 
@@ -243,10 +245,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _abandoned(path: Path) -> bool:
-    host, pid, _ = path.name.removeprefix(TEMPORARY).rsplit("-", 2)
-    if host == socket.gethostname():
+    owner = OWNER.fullmatch(path.name)
+    if owner is None:  # not named by us: it may be a user's
+        return False
+    if owner["host"] == socket.gethostname():
         try:
-            os.kill(int(pid), 0)
+            os.kill(int(owner["pid"]), 0)
         except ProcessLookupError:
             return True
         except PermissionError:

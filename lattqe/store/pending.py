@@ -260,7 +260,9 @@ class Pending:
 
     def finish(self) -> Manifest:
         """Publish the manifest when all parts are there; the same one, whichever of several drivers is first."""
-        if self.finished is None:
+        if self.finished is not None:
+            clean_up(self.place)  # what this run wrote before it saw that another had finished
+        else:
             self.finished = publish_manifest(self.place, find_manifest(self.place) or self._assemble())
         return self.finished
 

@@ -251,3 +251,29 @@ def test_declared_sizes_are_not_allocated(tmp_path):
     with h5py.File(path, "w") as file:
         file.create_dataset("x", (1 << 20, 1024), np.float32, chunks=(1 << 19, 1024))
     assert "chunks" in refusal(path)
+
+
+def test_small_files_that_unfold_without_limit(tmp_path):
+    """Rows that were declared and never written; one value, repeated. Honest compression stays below the limit."""
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("vectors", (10**9, 64), "f4", chunks=(1024, 64))
+    assert "declares 1,000,000,000 × 64 numbers" in refusal(tmp_path / "x.h5")
+    assert (tmp_path / "x.h5").stat().st_size < 100_000
+    rows = 300_000
+    column = pa.FixedSizeListArray.from_arrays(pa.array(np.ones(rows * 64, np.float32)), 64)
+    pq.write_table(pa.table({"vector": column}), tmp_path / "x.parquet", compression="zstd")
+    assert "give --allow-expansion if this is meant" in refusal(tmp_path / "x.parquet")
+    source = open_source(tmp_path / "x.parquet", allow_expansion=True)
+    assert (source.rows, next(source.blocks(10)).vectors.shape) == (rows, (10, 64))
+
+
+@pytest.mark.parametrize("label", ["", "two\nlines", "x" * 5000, "nul\x00"])
+def test_labels_that_are_no_labels(tmp_path, label):
+    columns = {"vector": pa.array([[1.0], [2.0]]), "label": ["a", label]}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    assert "the label of row 1 is" in refusal(tmp_path / "x.parquet")
+    np.save(tmp_path / "x.npy", np.eye(2))
+    if label and "\x00" not in label:  # numpy ends texts at their last character that is not 0
+        np.save(tmp_path / "labels.npy", np.array(["a", label]))
+        with pytest.raises(LattqeError, match=r"labels\.npy: the label of row 1 is"):
+            open_source(tmp_path / "x.npy", labels=tmp_path / "labels.npy")

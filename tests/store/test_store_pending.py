@@ -281,3 +281,12 @@ def test_the_first_difference_is_told(tmp_path):
     begin(str(tmp_path / "there"), config={"k": 3, "a": 1})
     with pytest.raises(AlreadyExistsError, match=r"differs: config\.a: 1 there, 2 here \(and 1 more diff"):
         begin(str(tmp_path / "there"), config={"k": 4, "a": 2})
+
+
+def test_what_a_late_run_writes_is_cleared_away(tmp_path):
+    """A second driver, or the same command repeated, may write below `_work` before it sees that all is done."""
+    complete(tmp_path / "graph")
+    late = begin(tmp_path / "graph")
+    late.place.write("_work/cut.json", b"{}")
+    late.finish()
+    assert not (tmp_path / "graph" / "_work").exists()

@@ -3,7 +3,9 @@
 import os
 import resource
 import shutil
+import socket
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -203,14 +205,15 @@ def test_leftovers_of_the_dead_are_swept_those_of_the_living_stay(tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
     host = os.uname().nodename
-    alive = f".tmp-{host}-{os.getpid()}-aa"
-    for name in (f".tmp-{host}-{dead.pid}-aa", alive, ".tmp-else-where-1-aa", ".tmp-else-2-bb"):
+    alive = f".tmp-{host}-{os.getpid()}-aaaaaaaaaaaa"
+    for name in (f".tmp-{host}-{dead.pid}-aaaaaaaaaaaa", alive, ".tmp-else-where-1-aaaaaaaaaaaa",
+                 ".tmp-else-2-bbbbbbbbbbbb"):
         (tmp_path / name).write_bytes(b"")
     long_ago = time.time() - 100_000
-    os.utime(tmp_path / ".tmp-else-where-1-aa", (long_ago, long_ago))
+    os.utime(tmp_path / ".tmp-else-where-1-aaaaaaaaaaaa", (long_ago, long_ago))
     assert place.list() == []
     place.sweep()
-    assert {path.name for path in tmp_path.iterdir()} == {alive, ".tmp-else-2-bb"}
+    assert {path.name for path in tmp_path.iterdir()} == {alive, ".tmp-else-2-bbbbbbbbbbbb"}
 
 
 def test_addresses_mean_the_same_in_another_working_directory(tmp_path, monkeypatch):
@@ -220,3 +223,17 @@ def test_addresses_mean_the_same_in_another_working_directory(tmp_path, monkeypa
     assert node_folder("cache") == str(tmp_path / "cache")
     assert node_folder("~/cache") == "~/cache"
     assert node_folder(None) is None
+
+
+def test_temporary_files_of_others_are_left_alone(tmp_path):
+    """Names that only look like ours crash nothing and stay; those of a dead process go."""
+    place = LocalPlace(tmp_path / "place")
+    place.write("x", b"1")
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    dead = f".tmp-{socket.gethostname()}-{process.pid}-0123456789ab"
+    kept = {".tmp-foo", ".tmp-", ".tmp-a-b-c", f".tmp-{socket.gethostname()}-{10**30}-0123456789ab", ".tmp-x-1-zz"}
+    for name in (dead, *kept):
+        (tmp_path / "place" / name).write_bytes(b"")
+    place.sweep()
+    assert {path.name for path in (tmp_path / "place").iterdir()} == {"x", *kept}
