@@ -61,7 +61,7 @@ def make_world(folder: Path, kind: str, rows: int, dim: int, k: int) -> None:
     import torch
 
     from lattqe.model import LAttQE, LAttQEConfig
-    from lattqe.search.update import publish_graph
+    from lattqe.search.stored import publish_graph
     from lattqe.store import FeatureSet, FeatureWriter
     from lattqe.training.presets import preset
 

@@ -44,7 +44,7 @@ for _ in range(2):
 """
 ONE_JOB = """
 import tempfile, torch
-from lattqe.search.update import publish_graph
+from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet
 torch.set_num_threads(threads)
 with tempfile.TemporaryDirectory() as folder:

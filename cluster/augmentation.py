@@ -1,110 +1,51 @@
-"""Database-side augmentation on Ray: every row replaced by its expansion from its neighbors among the original rows.
+"""Database-side augmentation on Ray: `lattqe.augmentation.build_index` with many workers, and what they will need.
 
-What blocks, pieces and parts are, and why any process may die at any time, is said in `cluster.augment_worker`.
+What blocks, pieces and parts are, and why any process may die at any time, is said in `lattqe.augmentation.index`.
 """
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import ray
 
-from cluster.augment_worker import (
-    Augmentation,
-    AugmentWorker,
-    Item,
-    block_spans,
-    part_spans,
-    piece_name,
-    write_reusable,
-)
-from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
+from cluster.blocks import BlockPolicy, run_blocks
 from cluster.metrics import Work
+from cluster.reach import Reach, ShardReader, vector_bytes
 from cluster.session import gpus_available
-from lattqe.augmentation import describe
+from lattqe.augmentation import Augmentation, AugmentSummary, AugmentWorker
+from lattqe.augmentation.index import Item, items_to_do, rows_of
 from lattqe.errors import LattqeError
-from lattqe.store import FeatureSet, Pending
+from lattqe.expansion import Method
+from lattqe.expansion.rows import GATHER_BYTES, shares
+from lattqe.store import FeatureSet, NeighborGraph, Pending
+from lattqe.store.parts import RESIDENT_BYTES
 
-if TYPE_CHECKING:
-    from cluster.reach import ShardReader
-
-__all__ = ["AugmentSummary", "AugmentWorker", "Augmentation", "begin_index", "default_workers", "items_to_do",
-           "piece_name", "run_augmentation", "run_augmentation_here", "worker_resources", "write_reusable"]
-
-
-@dataclass
-class AugmentSummary:
-    """What it took, added up block by block."""
-
-    blocks: BlockSummary = field(default_factory=BlockSummary)
-    seconds: dict[str, float] = field(default_factory=dict)  # of all workers, by what they did
-    peak_bytes: int = 0  # of the largest worker, mapped files included
-    expanded: int = 0  # rows that went through the method; the others were taken over
-    tables: int = 0  # of shared first products, one for each worker that made one
-    cpu: float = 0.0  # processor seconds of all workers
-    working: float = 0.0  # seconds from when the first worker was up
-    _since: float | None = None
-
-    def add(self, result: dict[str, Any]) -> None:
-        """Add what a worker says of an item."""
-        now = time.monotonic()
-        self._since = now - result["busy"] if self._since is None else self._since
-        self.working = now - self._since
-        self.peak_bytes = max(self.peak_bytes, result["peak_bytes"])
-        self.expanded += result["expanded"]
-        self.tables += result["tables"]
-        self.cpu += result["cpu"]
-        for name, spent in result["seconds"].items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+# What the first products of a process bring in: pages of the mathematical libraries, and their buffers.
+WARM_BYTES = 48 << 20
 
 
-def begin_index(task: Augmentation, inputs: dict[str, dict[str, str]]) -> Pending:
-    """Claim the destination of an index of the rows of `task.features`, or join an earlier run of the same task."""
-    features = FeatureSet.open(task.features)
-    part_rows = [part.rows for part in features.manifest.parts]
-    return Pending.begin(task.to, "features", features.content_fields(), part_rows, schema=features.table(0, 1).schema,
-                         config=describe(task.method, task.k, task.params), inputs=inputs)
-
-
-def items_to_do(pending: Pending, block_rows: int) -> tuple[list[Item], dict[int, set[int]]]:
-    """The items that can start now, and for each unfinished part the first rows of the blocks it still waits for."""
-    there = set(pending.place.sizes())
-    items: list[Item] = []
-    waiting: dict[int, set[int]] = {}
-    spans = part_spans(pending.part_rows)
-    for part in pending.missing():
-        blocks = block_spans(*spans[part], block_rows)
-        missing = [span for span in blocks if piece_name(span[0]) not in there] if len(blocks) > 1 else []
-        waiting[part] = {start for start, _ in missing}
-        items.extend([(part, *span) for span in missing] or [(part,)])
-    return items, waiting
-
-
-def run_augmentation(task: Augmentation, workers: int, on_rows: Callable[[int], None], *,
-                     resources: dict[str, float] | None = None, policy: BlockPolicy | None = None,
-                     shards: "ShardReader | None" = None) -> AugmentSummary:
+def build_index(task: Augmentation, on_rows: Callable[[int], None] = lambda rows: None, *, workers: int | None = None,
+                resources: dict[str, float] | None = None, policy: BlockPolicy | None = None,
+                shards: ShardReader | None = None) -> AugmentSummary:
     """Compute and publish all missing parts of `task.to` with `workers` actors; `on_rows(n)` after each n rows.
 
-    `resources` is what one actor asks Ray for, as in `{"num_cpus": 1, "num_gpus": 1}`. The manifest is the caller's.
-    With `shards`, workers gather vectors from these instead of mapping them.
+    As `lattqe.augmentation.build_index` does in this process, with the same bytes. `resources` is what one actor asks
+    Ray for, as in `{"num_cpus": 1, "num_gpus": 1}`. With `shards`, workers gather vectors from these instead of
+    mapping them. The manifest is the caller's.
     """
     pending = Pending.attach(task.to)
     items, waiting = items_to_do(pending, task.block_rows)
     summary = AugmentSummary()
-    actor_class = ray.remote(**(resources or {"num_cpus": 1}))(AugmentWorker)
-
-    def rows_of(item: Item) -> int:
-        """Rows that are done with an item; a part of several blocks has no more to do than to be assembled."""
-        if len(item) == 3:
-            return item[2] - item[1]
-        rows = pending.part_rows[item[0]]
-        return rows if rows <= task.block_rows else 0
+    rows = partial(rows_of, part_rows=pending.part_rows, block_rows=task.block_rows)
+    actor_class = ray.remote(**(resources or worker_resources()))(AugmentWorker)
 
     def on_done(item: Item, result: dict[str, Any]) -> list[Item]:
         summary.add(result)
-        on_rows(rows_of(item))
+        on_rows(rows(item))
         if len(item) == 1:
             return []
         waiting[item[0]].discard(item[1])
@@ -112,23 +53,11 @@ def run_augmentation(task: Augmentation, workers: int, on_rows: Callable[[int], 
 
     # A spread strategy uses every node's cores and disks before doubling up on one.
     actors = actor_class.options(scheduling_strategy="SPREAD")
-    summary.blocks = run_blocks(lambda _: actors.remote(task, shards), workers, items, on_done=on_done, policy=policy,
-                                work=Work("augment", rows_of, traffic=itemgetter("traffic")))
+    ran = run_blocks(lambda _: actors.remote(task, shards), workers or default_workers(), items, on_done=on_done,
+                     policy=policy, work=Work("augment", rows, traffic=itemgetter("traffic")))
+    summary.took, summary.retries = ran.seconds, ran.retries
+    summary.workers_lost, summary.spare_copies = ran.actors_lost, ran.spare_copies
     return summary
-
-
-def run_augmentation_here(task: Augmentation) -> int:
-    """Compute and publish all missing parts in this process: for sets too small to be worth starting workers.
-
-    Returns how many rows went through the method.
-    """
-    items, waiting = items_to_do(Pending.attach(task.to), task.block_rows)
-    if not items:
-        return 0
-    worker = AugmentWorker(task)
-    for item in [*items, *((part,) for part, missing in waiting.items() if missing)]:
-        worker.run(item)
-    return worker.expanded
 
 
 def worker_resources() -> dict[str, float]:
@@ -142,3 +71,47 @@ def default_workers() -> int:
     if count < 1:
         raise LattqeError("the Ray cluster has neither CPUs nor GPUs free for work: add a worker node")
     return count
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """Predicted memory of one worker, in bytes; `mapped` is shared by all workers of a node."""
+
+    process: int  # Python, Ray, torch and the model
+    mapped: int  # files: the vectors and the graph
+    held: int  # what was fetched from S3, and vectors in one piece for DQE's search
+    table: int  # shared first products
+    buffers: int  # a batch of lists, or a part while it is put together
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """By name, for the plan."""
+        return {"process and model": self.process, "mapped files (one copy for a node)": self.mapped,
+                "held": self.held, "shared products": self.table, "buffers": self.buffers}
+
+
+def predict_memory(task: Augmentation, features: FeatureSet, graph: NeighborGraph, method: Method, reach: Reach,
+                   process: int) -> WorkerMemory:
+    """Predict from the sizes of everything; `process` is what `resident_bytes` says once the method is created."""
+    mapped = held = 0
+    for stored, all_of_it in ((features, reach.how == "map"), (graph, True)):
+        size = stored.manifest.total_bytes
+        if stored.place.is_local or (task.cache is not None and reach.how == "map"):
+            mapped += size if all_of_it else 0
+        else:
+            held += min(size, RESIDENT_BYTES)
+    if method.negatives and reach.how == "map" and len(features.manifest.parts) > 1:
+        held += vector_bytes(features)
+    itemsize = np.dtype(features.dtype).itemsize
+    depth = method.depth(task.k)
+    # In float32 in the method, and as stored: one batch in use, one being read, and what reading it takes.
+    batch = max(GATHER_BYTES, (1 + depth) * features.dim * 4)
+    block = min(task.block_rows, features.rows) * (features.dim * (8 + itemsize) + 2 * 8 * graph.k)
+    # A part as an array, and as the bytes of its file.
+    part = 2 * max(part.bytes for part in features.manifest.parts)
+    table = 4 * features.rows * method.shared_width if task.previous is None and shares(method, features.rows) else 0
+    return WorkerMemory(process + WARM_BYTES, mapped, held, table, max(batch + 3 * batch * itemsize // 4 + block, part))

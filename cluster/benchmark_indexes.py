@@ -9,34 +9,23 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
-import torch
 
-from cluster.augmentation import (
-    Augmentation,
-    begin_index,
-    default_workers,
-    run_augmentation,
-    run_augmentation_here,
-    worker_resources,
-)
-from cluster.graph import begin_graph, run_graph
-from cluster.graph_plan import GraphTask, agree_on_cut, check_sets, plan_graph
+from cluster import augmentation as on_ray
+from cluster.graph import build_graph, prepare_graph
+from cluster.here import runs_here
 from cluster.shards import ShardedIndex
-from lattqe.benchmark.cells import method_of
+from lattqe.augmentation import Augmentation, begin_index, build_index
 from lattqe.benchmark.small import SmallIndex
 from lattqe.benchmark.spec import Setting
-from lattqe.expansion.rows import shares
+from lattqe.expansion import METHODS
 from lattqe.search import Index
-from lattqe.search.update import publish_graph
+from lattqe.search.stored import GraphTask, begin_graph, check_sets, publish_graph
 from lattqe.store import FeatureSet, NeighborGraph, open_place
 from lattqe.store.manifest import canonical_json
 from lattqe.store.writer import stack_features
 
-# Below this, one process is done before the workers of a cluster have started.
-ROWS_HERE = 50_000
 
 class Indexes:
     """Opens the index of some rows for as long as its cells are being measured."""
@@ -80,14 +69,14 @@ class Indexes:
     def _open(self, uris: list[str]) -> Iterator[Index]:
         """An exact index of some rows: in shards, or here where starting them would cost more than searching."""
         sets = [FeatureSet.open(uri) for uri in uris]
-        if self.shards is None and sum(each.rows for each in sets) <= ROWS_HERE:
+        if self.shards is None and runs_here(sum(each.rows for each in sets)):
             yield SmallIndex(np.concatenate([each.read() for each in sets]))
             return
         with ShardedIndex(uris, self.shards) as index:
             yield index
 
     def _here(self, rows: int) -> bool:
-        return self.workers is None and rows <= ROWS_HERE
+        return runs_here(rows, self.workers)
 
     def _graph(self, database: FeatureSet, distractors: FeatureSet | None, features: FeatureSet,
                k: int) -> NeighborGraph:
@@ -106,8 +95,7 @@ class Indexes:
         check_sets(task)
         pending = begin_graph(task)
         if pending.missing():
-            plan = plan_graph(task, self.workers)
-            cut = agree_on_cut(pending.place, plan.cut)
+            task, plan, pending = prepare_graph(task, self.workers)
             done = 0
 
             def advance(products: int) -> None:
@@ -115,19 +103,15 @@ class Indexes:
                 done += products
                 self.tell(f"graph of {plan.rows:,} rows, {100 * done / plan.products:.0f} %")
 
-            run_graph(replace(task, threads=plan.threads), cut, plan.workers, advance, resources=plan.resources)
+            build_graph(task, advance, plan=plan)
         pending.finish()
         return NeighborGraph.open(task.to)
 
     def _augment(self, features: FeatureSet, graph: NeighborGraph, dba: Setting, to: str) -> None:
         """Expand all rows of a set, in this process or on Ray."""
-        params = dict(dba.params) | ({"dba": True} if dba.method == "lattqe" else {})
-        task = Augmentation(features.uri, graph.uri, to, dba.method, dba.k, params, threads=torch.get_num_threads(),
-                            share=shares(method_of(dba, dba=True), features.rows))
-        inputs = {"features": features.as_input(), "neighbors": graph.as_input()}
-        if "model" in params:
-            inputs["model"] = {"uri": params["model"], "digest": self.models[params["model"]], "kind": "model"}
-        pending = begin_index(task, inputs)
+        params = dict(dba.params) | METHODS[dba.method].row_params
+        task = Augmentation(features.uri, graph.uri, to, dba.method, dba.k, params)
+        pending = begin_index(task)
         done = 0
 
         def advance(rows: int) -> None:
@@ -137,8 +121,7 @@ class Indexes:
 
         advance(0)
         if self._here(features.rows):
-            run_augmentation_here(task)
+            build_index(task, advance)
         else:
-            workers = self.workers or default_workers()
-            run_augmentation(replace(task, threads=1), workers, advance, resources=worker_resources())
+            on_ray.build_index(task, advance, workers=self.workers)
         pending.finish()

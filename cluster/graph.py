@@ -12,7 +12,7 @@ rows of the first set, and what they find is merged into their known lists at th
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
@@ -20,27 +20,16 @@ import numpy as np
 import ray
 
 from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
-from cluster.graph_plan import Cut, GraphTask, open_sets
+from cluster.graph_plan import Cut, GraphPlan, agree_on_cut, plan_graph
 from cluster.graph_worker import GraphWorker, Item
 from cluster.lists import find_lists
 from cluster.metrics import Work
 from lattqe.errors import LattqeError
 from lattqe.search.pairing import Pairing
-from lattqe.store import NeighborGraph, Pending, find_manifest, part_row_counts, row_bytes
+from lattqe.search.stored import GraphTask, begin_graph
+from lattqe.store import Pending, find_manifest
 
 MAX_STALE = 100
-
-
-def begin_graph(task: GraphTask) -> Pending:
-    """Claim the destination of a graph, or join an earlier run of the same job."""
-    sets = open_sets(task)
-    rows = sum(each.rows for each in sets)
-    fields = {"k": task.k}
-    inputs = {"features": sets[0].as_input()}
-    if task.against is not None and task.known is not None:
-        inputs |= {"against": sets[1].as_input(), "known": NeighborGraph.open(task.known).as_input()}
-    return Pending.begin(task.to, "neighbors", fields, part_row_counts(rows, row_bytes("neighbors", fields)),
-                         config={"job": "neighbors", "k": task.k}, inputs=inputs)
 
 
 @dataclass
@@ -183,3 +172,23 @@ def run_graph(task: GraphTask, cut: Cut, workers: int, on_products: Callable[[in
         summary.seconds = time.monotonic() - started
     return GraphSummary(summary, dict(progress.seconds), list(progress.busy.values()),
                         max(progress.alive.values(), default=0.0), progress.peak_bytes)
+
+
+def prepare_graph(task: GraphTask, workers: int | None = None,
+                  block_rows: int | None = None) -> tuple[GraphTask, GraphPlan, Pending]:
+    """Plan for the connected cluster and claim the destination: the plan has the cut of an earlier run, if any."""
+    plan = plan_graph(task, workers, block_rows)  # before anything is claimed: it may refuse
+    pending = begin_graph(task)
+    plan = replace(plan, cut=agree_on_cut(pending.place, plan.cut))
+    return replace(task, threads=plan.threads), plan, pending
+
+
+def products_left(task: GraphTask, plan: GraphPlan, pending: Pending) -> int:
+    """Products that no earlier run has done."""
+    return Progress(task, plan.cut, pending, plan.workers, lambda _: None).products_left()
+
+
+def build_graph(task: GraphTask, on_products: Callable[[int], None] = lambda products: None, *, plan: GraphPlan,
+                policy: BlockPolicy | None = None) -> GraphSummary:
+    """Compute and publish all missing parts, as `lattqe.search.stored.build_graph` does in this process."""
+    return run_graph(task, plan.cut, plan.workers, on_products, resources=plan.resources, policy=policy)

@@ -1,4 +1,4 @@
-"""A graph before it is computed: the task, how its rows are cut into blocks, and what it will cost, or why it cannot.
+"""A graph before it is computed: how its rows are cut into blocks, and what it will cost, or why it cannot.
 
 The cost is known before anything is allocated: workers, blocks, memory, products and time.
 """
@@ -18,9 +18,9 @@ from cluster.lists import MAX_BLOCKS
 from cluster.session import gpus_available, only_this_machine, require_resources
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.search.pairing import Pair
+from lattqe.search.stored import GraphTask, check_sets, open_sets
 from lattqe.search.topk import capacity_for
-from lattqe.store import FeatureSet, NeighborGraph, Place, open_place
-from lattqe.store.place import absolute, node_folder
+from lattqe.store import Place, open_place
 
 PAIR_SECONDS = 120.0  # the longest piece of work, and so the most that a death can cost
 SMALL_BLOCK = 20_000  # rows; with smaller blocks than this, fewer of them: candidates are scored for each anew
@@ -28,33 +28,7 @@ LEAST_BLOCK = 512  # rows; smaller ones would only move data about
 BASE_BYTES = 512 << 20  # of a worker process with torch, and its tiles
 OVERHEAD = 1.25  # selection, scoring, loading and writing beside the bare products
 ROWS_PER_WORKER = 12_288  # for a further worker to be worth starting
-MAX_ROWS = 2**31 - 1
 CUT = "_work/cut.json"
-
-
-@dataclass(frozen=True)
-class GraphTask:
-    """What to compute: all that decides the result, and how a worker goes about it."""
-
-    features: str
-    to: str  # where a Pending has been begun
-    k: int
-    against: str | None = None  # a second set, its rows numbered after those of `features`
-    known: str | None = None  # the second set's own graph
-    cache: str | None = None  # node-local folder that keeps remote rows
-    threads: int = 1
-
-    def __post_init__(self) -> None:
-        """Make addresses absolute, for the workers."""
-        for name in ("features", "to", "against", "known"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, value and absolute(value))
-        object.__setattr__(self, "cache", node_folder(self.cache))
-
-
-def open_sets(task: GraphTask) -> list[FeatureSet]:
-    """The feature sets whose rows count through."""
-    return [FeatureSet.open(uri, task.cache) for uri in (task.features, task.against) if uri is not None]
 
 
 @dataclass(frozen=True)
@@ -189,30 +163,6 @@ def plan_graph(task: GraphTask, workers: int | None = None, block_rows: int | No
                      speed["products_per_second"])
     check_disk(task.to, plan.work_bytes + 8 * task.k * rows)
     return plan
-
-
-def check_sets(task: GraphTask) -> None:
-    """Refuse sets and graphs that do not belong together."""
-    sets = open_sets(task)
-    rows = sum(each.rows for each in sets)
-    if rows > MAX_ROWS:
-        raise LattqeError(f"{rows} rows are more than a graph can number ({MAX_ROWS})")
-    if (task.against is None) != (task.known is None):
-        raise LattqeError("--against and --into belong together: --into is the graph of the other set (make it once "
-                          "with `lattqe neighbors OTHER`); only to find rows of OTHER: `lattqe search OTHER FEATURES`")
-    if task.known is None:
-        return
-    if sets[1].dim != sets[0].dim:
-        raise LattqeError(f"{sets[1].uri} has {sets[1].dim} dimensions and {sets[0].uri} {sets[0].dim}: use features "
-                          "of one extractor")
-    known = NeighborGraph.open(task.known)
-    made_of = known.manifest.inputs.get("features", {}).get("digest", "nothing known")
-    if made_of != sets[1].digest:
-        raise LattqeError(f"{task.known} is not the graph of {task.against} (it was made of {made_of[:12]}, these have "
-                          f"{sets[1].digest[:12]}): compute theirs with `lattqe neighbors {task.against}`")
-    if known.k < task.k:
-        raise LattqeError(f"{task.known} has {known.k} neighbors for each row, {task.k} are asked for: use "
-                          f"-k {known.k}")
 
 
 def cut_rows(own: int, others: int, workers: int, fit: int, exact: bool = False) -> Cut:

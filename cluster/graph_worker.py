@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import ray
 
-from cluster.graph_plan import Cut, GraphTask, open_sets
+from cluster.graph_plan import Cut
 from cluster.lists import StaleListsError, delete_lists, file_name, read_lists, write_lists
 from lattqe.search.exact import exact_scores, published
 from lattqe.search.graph import Lists, compare_between, compare_within
 from lattqe.search.pairing import Clock
 from lattqe.search.rows import Rows, in_one
+from lattqe.search.stored import GraphTask, open_sets
 from lattqe.search.update import join_lists
 from lattqe.store import NeighborGraph, Pending, neighbors_table
 from lattqe.store.place import traffic

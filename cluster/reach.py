@@ -19,7 +19,6 @@ from lattqe.search.exact import merge, published
 from lattqe.store import FeatureSet
 from lattqe.store.parts import RESIDENT_BYTES
 
-CHOICES = ("auto", "map", "shards")
 SHARD_SHARE = 0.5  # of a node's memory that shards may take: the workers are there too
 PATIENCE = 300.0  # seconds for a shard that died to be built again elsewhere
 PROBE_SECONDS = 60.0
@@ -41,7 +40,7 @@ class Nodes:
     count: int
     least_memory: int
     all_memory: int
-    least_disk: int | None = None  # where the cache is; None: nobody asked, or nobody said
+    least_disk: int | None = None  # where the cache is; None: not asked, or no answer
 
 
 def look_at_nodes(cache: str | None) -> Nodes:
@@ -58,7 +57,7 @@ def look_at_nodes(cache: str | None) -> Nodes:
 
 
 def _answers(asked: list[Any]) -> list[int]:
-    """What nodes say; one that is dying now, or too busy to answer, says nothing and stops nobody."""
+    """What nodes say; one that is dying now, or too busy to answer, is left out."""
     answers = []
     for reference in ray.wait(asked, num_returns=len(asked), timeout=PROBE_SECONDS)[0]:
         with suppress(RayError):
@@ -72,12 +71,6 @@ def free_disk(folder: str) -> int:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
-
-
-def check_reach(wanted: str) -> None:
-    """Refuse an unknown wish before anything starts."""
-    if wanted not in CHOICES:
-        raise LattqeError(f"--reach is {wanted!r}: use one of {', '.join(CHOICES)}")
 
 
 def choose_reach(wanted: str, features: FeatureSet, cache: str | None) -> Reach:

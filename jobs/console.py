@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -38,6 +38,13 @@ EXIT_BAD_INPUT = 2
 # Its name is public, that of its parent is not: typer has a click of its own, or the one that is installed.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
+# Options that several jobs have.
+Workers = Annotated[int | None, typer.Option(min=1, help="Ray workers; by default none up to 50,000 rows, which are "
+                                                         "worked on in this process, else one for each GPU, or CPU.")]
+Address = Annotated[str | None, typer.Option(help="A running Ray cluster; by default $RAY_ADDRESS, or this machine.")]
+Cache = Annotated[str | None, typer.Option(help="Node-local folder for rows that live on S3.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")]
+
 LINE_SECONDS = 10.0  # between two lines about the progress, in the log file and where there is no terminal
 
 
@@ -119,6 +126,20 @@ def _bar(title: str, total: int, done: int) -> Iterator[ProgressBar]:
         bar = ProgressBar(progress, task, title, total)
         bar._done = done
         yield bar
+
+
+@contextmanager
+def on_ray(address: str | None = None) -> Iterator[None]:
+    """A Ray session around the body; that one starts is told, because it takes seconds."""
+    import ray
+
+    from cluster.session import ray_session
+
+    if not ray.is_initialized():
+        where = address or os.environ.get("RAY_ADDRESS")
+        screen.print(f"joining the Ray cluster at {where}…" if where else "starting Ray…", markup=False)
+    with ray_session(address):
+        yield
 
 
 def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -85,11 +85,11 @@ def make_world(world: "SyntheticWorld", to: str) -> "Run":
 
 def find_neighbors(features: str, to: str) -> str:
     """The graph of a feature set, long enough for any network of the demo."""
-    from cluster.graph_plan import GraphTask
-    from jobs.neighbors import neighbors
+    from jobs.neighbors import neighbors_here
+    from lattqe.search.stored import GraphTask
     from lattqe.store import FeatureSet
 
-    neighbors(GraphTask(features, f"{to}/graph", min(256, FeatureSet.open(features).rows - 1)))
+    neighbors_here(GraphTask(features, f"{to}/graph", min(256, FeatureSet.open(features).rows - 1)))
     return f"{to}/graph"
 
 
@@ -111,15 +111,12 @@ def train_model(to: str, settings: list[str]) -> str:
 
 def augment_database(features: str, graph: str, model: str, to: str) -> None:
     """LAttDBA of a feature set with the number of neighbors that training chose."""
-    from cluster.augmentation import Augmentation
-    from jobs.augment import augment
+    from jobs.augment import augment_here
+    from lattqe.augmentation import Augmentation
     from lattqe.benchmark.models import chosen_neighbors
-    from lattqe.store import FeatureSet, NeighborGraph
 
-    original, neighbors = FeatureSet.open(features), NeighborGraph.open(graph)
-    task = Augmentation(original.uri, neighbors.uri, f"{to}/index", "lattqe", chosen_neighbors(model)["ndba"],
-                        {"model": model, "dba": True})
-    augment(task, original, neighbors, workers=None)
+    augment_here(Augmentation(features, graph, f"{to}/index", "lattqe", chosen_neighbors(model)["ndba"],
+                              {"model": model, "dba": True}))
 
 
 def with_methods(chosen: "Run", model: str) -> "Run":

@@ -1,15 +1,32 @@
 """Find the exact k nearest neighbors of every row of a feature set among all its other rows."""
 
+from collections.abc import Callable
+from threading import Lock
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import command, human_bytes, print_json, progress_bar, run, show_table
+from jobs.console import (
+    Address,
+    Cache,
+    Json,
+    ProgressBar,
+    Workers,
+    command,
+    human_bytes,
+    on_ray,
+    print_json,
+    progress_bar,
+    run,
+    screen,
+    show_table,
+)
 
 if TYPE_CHECKING:
     from cluster.graph import GraphSummary
-    from cluster.graph_plan import GraphPlan, GraphTask
-    from lattqe.store import Manifest, Pending
+    from cluster.graph_plan import GraphPlan
+    from lattqe.search.stored import GraphTask
+    from lattqe.store import Manifest
 
 PROGRESS_UNIT = 1_000_000  # products of two vectors
 
@@ -21,19 +38,18 @@ def main(
     against: Annotated[str | None, typer.Option(help="A second set (distractors), its rows numbered after the first's: "
                                                      "the graph of both together.")] = None,
     into: Annotated[str | None, typer.Option(help="The second set's own graph, made before and shared.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Ray workers. [default: one for each GPU, or CPU]")] = None,
-    address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
-    cache: Annotated[str | None, typer.Option(help="Node-local folder for rows that live on S3.")] = None,
-    block_rows: Annotated[int | None, typer.Option(min=1, help="Rows of a block. [default: by memory, time]")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
+    workers: Workers = None,
+    address: Address = None,
+    cache: Cache = None,
+    block_rows: Annotated[int | None, typer.Option(min=1, help="Rows of a block; by default as fit.")] = None,
+    json: Json = False,
 ) -> None:
     """Find the exact k nearest neighbors of every row among all other rows.
 
     Killed at any time, the same command goes on where it stopped. Example: lattqe neighbors features -k 64 --to graph
     """
-    from cluster.graph import begin_graph
-    from cluster.graph_plan import GraphTask, check_sets
-    from cluster.session import ray_session
+    from cluster.here import runs_here
+    from lattqe.search.stored import GraphTask, begin_graph, check_sets, open_sets
     from lattqe.store import find_manifest, open_place
 
     # Workers may run elsewhere: addresses are made absolute here.
@@ -41,10 +57,16 @@ def main(
                      into and open_place(into).uri, cache)
     facts: dict[str, Any]
     check_sets(task)
+    rows = sum(each.rows for each in open_sets(task))
+    if k >= rows:
+        screen.print(f"note: {rows:,} rows have {rows - 1:,} neighbors each, fewer than k = {k}: lists are padded")
     if find_manifest(open_place(to)) is not None:
         manifest, facts = begin_graph(task).finish(), {}
+        screen.print(f"{to} is already up to date", markup=False)
+    elif block_rows is None and runs_here(rows, workers, address):
+        manifest, facts = neighbors_here(task)
     else:
-        with ray_session(address):
+        with on_ray(address):
             manifest, facts = neighbors(task, workers, block_rows)
     facts = {"graph": to, "digest": manifest.digest, "rows": manifest.rows, "k": k} | facts
     if json:
@@ -52,38 +74,51 @@ def main(
     show_table(f"neighbors in {to}", {name: _readable(name, value) for name, value in facts.items()})
 
 
+def neighbors_here(task: "GraphTask") -> "tuple[Manifest, dict[str, Any]]":
+    """Plan, compute what is missing, publish, in this process: the manifest, and what it took."""
+    from lattqe.memory import peak_bytes
+    from lattqe.search.stored import begin_graph, build_graph, open_sets
+
+    sets, pending = open_sets(task), begin_graph(task)
+    rows, dim = sum(each.rows for each in sets), sets[0].dim
+    products = rows * rows // 2
+    show_table("plan", {"rows": f"{rows:,} × {dim} {sets[0].dtype}, k = {task.k}",
+                        "where": "in this process: --workers or --address ask for Ray",
+                        "graph": human_bytes(8 * task.k * rows), "products": f"{2e-12 * products * dim:.3g} TFLOP"})
+    with progress_bar("products, millions", products // PROGRESS_UNIT + 1) as bar:
+        seconds = build_graph(task, _in_millions(bar, 0))
+    total = seconds.pop("all")
+    return pending.finish(), {
+        "seconds": round(total, 2), "gflops": round(2 * products * dim / max(total, 1e-9) / 1e9, 1), "workers": 0,
+        "worker_seconds": {name: round(spent, 2) for name, spent in sorted(seconds.items())},
+        "peak_worker_bytes": peak_bytes()}
+
+
 def neighbors(task: "GraphTask", workers: int | None = None,
               block_rows: int | None = None) -> "tuple[Manifest, dict[str, Any]]":
     """Plan, compute what is missing, publish, within a Ray session: the manifest, and what it took."""
-    from dataclasses import replace
+    from cluster.graph import build_graph, prepare_graph, products_left
 
-    from cluster.graph import begin_graph, run_graph
-    from cluster.graph_plan import agree_on_cut, plan_graph
-
-    plan = plan_graph(task, workers, block_rows)  # before anything is claimed: it may refuse
-    pending = begin_graph(task)
-    plan = replace(plan, cut=agree_on_cut(pending.place, plan.cut))
-    task = replace(task, threads=plan.threads)
-    left = _products_left(task, plan, pending)
+    task, plan, pending = prepare_graph(task, workers, block_rows)
+    left = products_left(task, plan, pending)
     show_plan(task, plan, left)
-    with progress_bar("products, millions", plan.products // PROGRESS_UNIT + 1,
-                      (plan.products - left) // PROGRESS_UNIT) as bar:
-        counted = plan.products - left
-
-        def advance(products: int) -> None:
-            nonlocal counted
-            before, counted = counted, counted + products
-            bar.advance(counted // PROGRESS_UNIT - before // PROGRESS_UNIT)
-
-        summary = run_graph(task, plan.cut, plan.workers, advance, resources=plan.resources)
+    done = plan.products - left
+    with progress_bar("products, millions", plan.products // PROGRESS_UNIT + 1, done // PROGRESS_UNIT) as bar:
+        summary = build_graph(task, _in_millions(bar, done), plan=plan)
     return pending.finish(), facts_of(summary, plan, left)
 
 
-def _products_left(task: "GraphTask", plan: "GraphPlan", pending: "Pending") -> int:
-    """Products that no earlier run has done."""
-    from cluster.graph import Progress
+def _in_millions(bar: ProgressBar, counted: int) -> Callable[[int], None]:
+    """What advances a bar of millions by single products; `counted` of them were done before."""
+    lock = Lock()
 
-    return Progress(task, plan.cut, pending, plan.workers, lambda _: None).products_left()
+    def advance(products: int) -> None:
+        nonlocal counted
+        with lock:
+            before, counted = counted, counted + products
+            bar.advance(counted // PROGRESS_UNIT - before // PROGRESS_UNIT)
+
+    return advance
 
 
 def show_plan(task: "GraphTask", plan: "GraphPlan", left: int) -> None:

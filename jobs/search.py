@@ -1,17 +1,31 @@
 """Find the best rows of a database for each query: search, expand the query if asked to, search again."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import command, human_bytes, print_json, progress_bar, run, show_table
+from jobs.console import (
+    Address,
+    Cache,
+    Json,
+    command,
+    human_bytes,
+    on_ray,
+    print_json,
+    progress_bar,
+    run,
+    screen,
+    show_table,
+)
 from jobs.methods import NAMES, method_options, method_params
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
-    from cluster.shards import ShardedIndex
     from lattqe.expansion.base import Method
+    from lattqe.search import Index
     from lattqe.store import FeatureSet, Pending
 
 PART_QUERIES = 8192  # one part of the ranks, and the most that a death can cost
@@ -24,42 +38,62 @@ def main(
     to: Annotated[str, typer.Option("--to", help="Where the ranks go.")],
     k: Annotated[int, typer.Option("-k", min=1, help="Rows for each query.")] = 100,
     expand: Annotated[str | None, typer.Option(help=f"Expand queries: {NAMES}.")] = None,
-    nqe: Annotated[int | None, typer.Option(min=1, help="Neighbors to expand from. [default: the model's, or the "
-                                                        "paper's for the method]")] = None,
+    nqe: Annotated[int | None, typer.Option(min=1, help="Neighbors to expand from; by default the model's, over an "
+                                                        "augmented index those chosen for it; or the paper's.")] = None,
     params: dict[str, Any] | None = None,
     distractors: Annotated[str | None, typer.Option(help="A feature set whose rows follow the database's.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Shards. [default: one for each GPU, or by CPUs and "
-                                                            "rows]")] = None,
-    address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
-    cache: Annotated[str | None, typer.Option(help="Node-local folder for rows that live on S3.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Shards on Ray; by default none up to 50,000 rows, else "
+                                                            "one for each GPU, or by CPUs and rows.")] = None,
+    address: Address = None,
+    cache: Cache = None,
+    json: Json = False,
 ) -> None:
     """Find the best rows of a database for each query, exactly.
 
     Example: lattqe search index queries -k 100 --expand lattqe --model model --to ranks
     """
-    from cluster.session import ray_session
-    from cluster.shards import ShardedIndex
     from lattqe.store import FeatureSet
 
-    sources = [FeatureSet.open(uri) for uri in (database, distractors) if uri is not None]
+    sources = [FeatureSet.open(uri, cache) for uri in (database, distractors) if uri is not None]
     asked = FeatureSet.open(queries, cache)
-    if asked.dim != sources[0].dim:
-        raise LattqeError(f"{queries} has {asked.dim} dimensions and {database} {sources[0].dim}: use one extractor")
-    expansion = make_expansion(expand, nqe, params or {})
-    if expansion is not None:
-        expansion.method.check_width(asked.dim, f"features in {database}")
+    for other in (asked, *sources[1:]):
+        if other.dim != sources[0].dim:
+            raise LattqeError(f"{other.uri} has {other.dim} dimensions and {database} {sources[0].dim}: use features "
+                              "of one extractor")
+    expansion = make_expansion(expand, nqe, params or {}, sources[0])
+    rows = sum(each.rows for each in sources)
+    if k > rows:
+        screen.print(f"note: k = {k:,} is more than the {rows:,} rows: lists are padded", markup=False)
     pending = begin_ranks(to, k, sources, asked, expansion)
-    missing = pending.missing()
     facts: dict[str, Any] = {"ranks": to, "queries": asked.rows, "k": k}
-    if missing:
-        with ray_session(address), ShardedIndex([each.uri for each in sources], workers, cache=cache) as index:
-            show_plan(index, asked, k, expansion, len(missing), len(pending.part_rows))
-            facts |= answer(index, asked, k, expansion, pending, missing)
+    if pending.missing():
+        with open_index(sources, workers, address, cache) as (index, where):
+            show_plan(index, where, asked, k, expansion, pending)
+            facts |= answer(index, asked, k, expansion, pending)
     facts["digest"] = pending.finish().digest
     if json:
         print_json(facts)
     show_table(f"ranks in {to}", facts)
+
+
+@contextmanager
+def open_index(sources: "list[FeatureSet]", workers: int | None, address: str | None,
+               cache: str | None) -> "Iterator[tuple[Index, dict[str, str]]]":
+    """The rows of all sources as one index, in this process while there are few, else in shards on Ray; and where."""
+    from cluster.here import runs_here
+
+    if runs_here(sum(each.rows for each in sources), workers, address):
+        from lattqe.search.index import StoredIndex
+
+        yield StoredIndex(sources), {"where": "in this process: --workers or --address ask for Ray"}
+        return
+    with on_ray(address):
+        from cluster.shards import ShardedIndex
+
+        with ShardedIndex([each.uri for each in sources], workers, cache=cache) as index:
+            bundle = ", ".join(f"{amount:g} {name}" for name, amount in index.bundle.items())
+            yield index, {"where": f"{index.shards} shards of {human_bytes(index.shard_bytes)} on Ray",
+                          "each shard has": bundle}
 
 
 @dataclass(frozen=True)
@@ -69,6 +103,7 @@ class Expansion:
     method: "Method"
     k: int
     inputs: dict[str, dict[str, str]]
+    chosen: str  # where k comes from, for the plan
 
     @property
     def config(self) -> dict[str, Any]:
@@ -77,23 +112,25 @@ class Expansion:
         return {"method": self.method.name, "k": self.k, "params": params}
 
 
-def make_expansion(name: str | None, nqe: int | None, given: dict[str, Any]) -> Expansion | None:
-    """The expansion that the options ask for; options without one are refused by name."""
+def make_expansion(name: str | None, nqe: int | None, given: dict[str, Any],
+                   database: "FeatureSet") -> Expansion | None:
+    """The expansion that the options ask for; options without one, and models that do not fit, are refused by name."""
+    from lattqe.augmentation import is_augmented
     from lattqe.expansion import create
-    from lattqe.store import open_place, read_manifest
+    from lattqe.expansion.attention import model_inputs
 
     if name is None:
         alone = [*(["nqe"] if nqe is not None else []), *given]
         if alone:
             raise LattqeError(f"--{alone[0]} needs --expand: name the method, as in --expand alphaqe")
         return None
-    params = method_params(name, given)
-    method = create(name, **params)
-    inputs = {}
-    if "model" in params:
-        place = open_place(params["model"])
-        inputs["model"] = {"uri": place.uri, "digest": read_manifest(place, "model").digest, "kind": "model"}
-    return Expansion(method, nqe or method.suggested_k(dba=False), inputs)
+    method = create(name, **method_params(name, given))
+    method.check_width(database.dim, f"features in {database.uri}")
+    augmented = is_augmented(database)
+    k = nqe or method.suggested_k(dba=False, augmented=augmented)
+    method.check_k(k)
+    chosen = "as asked" if nqe else method.origin_of_k(augmented)
+    return Expansion(method, k, model_inputs(method.params), chosen)
 
 
 def begin_ranks(to: str, k: int, sources: "list[FeatureSet]", asked: "FeatureSet",
@@ -111,26 +148,27 @@ def begin_ranks(to: str, k: int, sources: "list[FeatureSet]", asked: "FeatureSet
     return Pending.begin(to, "ranks", {"k": k}, part_rows, config=config, inputs=inputs)
 
 
-def show_plan(index: "ShardedIndex", asked: "FeatureSet", k: int, expansion: Expansion | None, missing: int,
-              parts: int) -> None:
+def show_plan(index: "Index", where: dict[str, str], asked: "FeatureSet", k: int, expansion: Expansion | None,
+              pending: "Pending") -> None:
     """Print what is going to happen."""
     rounds = 1 if expansion is None else 2
+    parts, missing = len(pending.part_rows), len(pending.missing())
     show_table("plan", {
-        "database": f"{index.rows:,} × {index.dim} in {index.shards} shards of {human_bytes(index.shard_bytes)}",
-        "each shard has": ", ".join(f"{amount:g} {name}" for name, amount in index.bundle.items()),
+        "database": f"{index.rows:,} × {index.dim}", **where,
         "queries": f"{asked.rows:,}, k = {k}, {parts - missing} of {parts} parts done",
-        "expansion": "none" if expansion is None else f"{expansion.method.name} from {expansion.k} neighbors",
+        "expansion": "none" if expansion is None else
+        f"{expansion.method.name} from {expansion.k} neighbors ({expansion.chosen})",
         "products": f"{2e-12 * rounds * asked.rows * index.rows * index.dim:.3g} TFLOP"})
 
 
-def answer(index: "ShardedIndex", asked: "FeatureSet", k: int, expansion: Expansion | None, pending: "Pending",
-           missing: list[int]) -> dict[str, Any]:
+def answer(index: "Index", asked: "FeatureSet", k: int, expansion: Expansion | None,
+           pending: "Pending") -> dict[str, Any]:
     """Search the missing parts and publish each; return the seconds it took."""
     from lattqe.expansion.rows import expand_queries
     from lattqe.search.pairing import Clock
     from lattqe.store import ranks_table
 
-    clock = Clock()
+    clock, missing = Clock(), pending.missing()
     done = asked.rows - sum(pending.part_rows[part] for part in missing)
     with progress_bar("queries", asked.rows, done) as bar, clock("all"):
         for part in missing:
@@ -147,7 +185,7 @@ def answer(index: "ShardedIndex", asked: "FeatureSet", k: int, expansion: Expans
     seconds = {name: round(spent, 2) for name, spent in clock.seconds.items()}
     total = seconds.pop("all")
     return {"seconds": total, "queries_per_second": round((asked.rows - done) / max(total, 1e-9), 1),
-            "spent": seconds, "shards": index.shards, "shard_failures": index.failures}
+            "spent": seconds, "shards": getattr(index, "shards", 0), "shard_failures": getattr(index, "failures", 0)}
 
 
 app = command(main)

@@ -13,7 +13,6 @@ import jobs.augment
 import jobs.search
 import jobs.verify
 import lattqe
-from cluster.session import ray_session
 from lattqe.benchmark.cells import measure
 from lattqe.benchmark.small import SmallIndex
 from lattqe.benchmark.spec import Setting
@@ -21,7 +20,7 @@ from lattqe.evaluation import LabelTruth, evaluate
 from lattqe.expansion import create
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search import FlatIndex
-from lattqe.store import FeatureSet, FeatureWriter, Ranks
+from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Ranks, open_place, read_manifest
 from lattqe.training.team import Team
 from lattqe.training.validation import ValidationSet, validate, validate_dba
 
@@ -29,12 +28,6 @@ DIM, ROWS, QUERIES, K, LISTED = 24, 400, 40, 6, 15
 BOUND = 1e-4  # of a network's vectors: what its fast inference promises
 METHODS = ("aqe", "aqewd", "alphaqe", "dqe", "content", "relational")
 OPTIONS = {"alphaqe": {"alpha": 2.0}, "dqe": {"C": 0.5, "negatives": 7}}
-
-
-@pytest.fixture(scope="module")
-def local_ray():
-    with ray_session(cpus=2):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +113,20 @@ def test_the_python_api_is_the_loop(world, case):
 
 @pytest.mark.ray
 @pytest.mark.parametrize("workers", [1, 2])
-def test_search_is_the_python_api(world, case, workers, tmp_path, local_ray):
+def test_search_in_shards_is_the_python_api(world, case, workers, tmp_path, local_ray):
+    check_search(world, case, tmp_path, "--workers", workers)
+
+
+def test_search_in_this_process_is_the_python_api(world, case, tmp_path):
+    check_search(world, case, tmp_path)
+
+
+def check_search(world, case, tmp_path, *more):
     name, queries, _, _ = case
     xq, xb = arrays(world)
     method, params = given(world, name)
     call(jobs.search.app, world / "database", world / "queries", "--to", tmp_path / "ranks", "-k", LISTED,
-         "--expand", method, "--nqe", K, "--workers", workers, *options(world, name))
+         "--expand", method, "--nqe", K, *more, *options(world, name))
     ids, scores = Ranks.open(str(tmp_path / "ranks")).read()
     expected = FlatIndex(xb).search(lattqe.expand(xq, xb, method, K, **params), LISTED)
     np.testing.assert_array_equal(ids, expected[1])
@@ -137,7 +138,17 @@ def test_search_is_the_python_api(world, case, workers, tmp_path, local_ray):
 
 
 @pytest.mark.ray
-def test_augment_is_the_python_api_and_verify_agrees(world, case, tmp_path, local_ray):
+def test_augment_on_ray_is_augment_in_this_process(world, case, tmp_path, local_ray):
+    method, words = given(world, case[0])[0], options(world, case[0])
+    digests = []
+    for to, more in (("here", []), ("ray", ["--workers", 2])):
+        call(jobs.augment.app, world / "database", "--to", tmp_path / to, "--method", method, "-k", K, *more, *words)
+        parts = read_manifest(open_place(str(tmp_path / to))).parts
+        digests.append(([part.checksum for part in parts], NeighborGraph.open(str(tmp_path / to / "neighbors")).digest))
+    assert digests[0] == digests[1]
+
+
+def test_augment_is_the_python_api_and_verify_agrees(world, case, tmp_path):
     name = case[0]
     method, params = given(world, name)
     call(jobs.augment.app, world / "database", "--to", tmp_path / "index", "--method", method, "-k", K,

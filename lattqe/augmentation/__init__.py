@@ -1,7 +1,17 @@
-"""Augmented indexes: what made one, whether it is what that makes, and what changes when rows join or leave."""
+"""Augmented indexes: building one, what made it, whether it is what that makes, and what changes when it grows."""
 
 from lattqe.augmentation.growth import GrowthCost, renumbered, reusable_rows
-from lattqe.augmentation.provenance import GRAPH, ORIGINALS, Recipe, describe
-from lattqe.augmentation.recompute import recompute
+from lattqe.augmentation.index import (
+    Augmentation,
+    AugmentSummary,
+    AugmentWorker,
+    begin_index,
+    build_index,
+    piece_name,
+    write_reusable,
+)
+from lattqe.augmentation.recipe import GRAPH, ORIGINALS, Recipe, describe, is_augmented, recompute
 
-__all__ = ["GRAPH", "ORIGINALS", "GrowthCost", "Recipe", "describe", "recompute", "renumbered", "reusable_rows"]
+__all__ = ["GRAPH", "ORIGINALS", "AugmentSummary", "AugmentWorker", "Augmentation", "GrowthCost", "Recipe",
+           "begin_index", "build_index", "describe", "is_augmented", "piece_name", "recompute", "renumbered",
+           "reusable_rows", "write_reusable"]

@@ -6,7 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from lattqe.store import NeighborGraph
+from lattqe.augmentation.index import Augmentation, write_reusable
+from lattqe.augmentation.recipe import GRAPH, Recipe
+from lattqe.expansion import create
+from lattqe.search.pairing import Clock
+from lattqe.search.update import update_graph
+from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table, part_row_counts, row_bytes
+from lattqe.store.place import open_place
 
 BLOCK = 65536
 LEFT = -2  # in renumbered lists: a neighbor that is no longer there
@@ -35,7 +41,7 @@ class GrowthCost:
 
     @property
     def products_allowed(self) -> float:
-        """In proportion to what changed: 1.1 times the touched share, and the own search of whoever needs one."""
+        """In proportion to what changed: 1.1 times the touched share, and a search for each row that needs one."""
         share = self.touched / max(self.rows, 1)
         return 1.1 * share * self.products_from_scratch + (self.joined + self.searched) * self.rows
 
@@ -67,3 +73,47 @@ def reusable_rows(old: NeighborGraph, new: NeighborGraph, kept: np.ndarray, k: i
         same = (before == after).all(axis=1)
         reusable[start:start + len(rows)] = np.where(same, rows, -1)
     return reusable
+
+
+def plan_growth(old_index: FeatureSet, recipe: Recipe, joined: FeatureSet, kept: np.ndarray, to: str,
+                cache: str | None = None) -> tuple[Augmentation, NeighborGraph, GrowthCost]:
+    """Update the graph and find the rows that can be taken over: what is left to do, and what it cost so far."""
+    graph, counts = grown_graph(recipe, joined, kept, to.rstrip("/"))
+    method = create(recipe.method, **recipe.params)
+    # Negatives are the lowest of all rows, which any newcomer may be: nothing can be taken over.
+    reuse = not method.negatives
+    touched = joined.rows
+    if reuse:
+        depth = method.depth(recipe.k)
+        reusable = reusable_rows(recipe.graph, graph, kept, depth)
+        write_reusable(open_place(to), reusable)
+        touched = int((reusable < 0).sum())
+    cost = GrowthCost.of(joined.rows, joined.rows - len(kept), counts["searched"], touched, counts)
+    task = Augmentation(joined.uri, graph.uri, to, recipe.method, recipe.k, recipe.params, cache,
+                        previous=old_index.uri if reuse else None)
+    return task, graph, cost
+
+
+def grown_graph(recipe: Recipe, joined: FeatureSet, kept: np.ndarray,
+                base: str) -> tuple[NeighborGraph, Counter[str]]:
+    """The exact graph of the joined rows, updated from the old one and published in the new index.
+
+    With it the counts of "products", pairs "scored" and old rows "searched" anew; none where an earlier run did it.
+    """
+    fields = {"k": recipe.graph.k}
+    part_rows = part_row_counts(joined.rows, row_bytes("neighbors", fields))
+    pending = Pending.begin(f"{base}/{GRAPH}", "neighbors", fields, part_rows, config={"job": "append"},
+                            inputs={"features": joined.as_input(), "before": recipe.graph.as_input()})
+    clock = Clock()
+    if pending.missing():
+        I, D = recipe.graph.gather(kept)  # noqa: E741
+        I = renumbered(I, kept, recipe.features.rows)  # noqa: E741
+        stale = np.any(I < -1, axis=1)
+        clock.count("searched", int(stale.sum()))
+        I, D = update_graph(joined.read(), I, D, stale, clock=clock)  # noqa: E741
+        stops = np.cumsum(part_rows)
+        for part in pending.missing():
+            rows = slice(int(stops[part]) - part_rows[part], int(stops[part]))
+            pending.publish(part, neighbors_table(I[rows], D[rows]))
+    pending.finish()
+    return NeighborGraph.open(pending.uri), clock.counts

@@ -1,5 +1,6 @@
 """LAttQE: weights predicted by the attention network from the whole list (section 3.3 of the paper)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from lattqe.errors import LattqeError
 from lattqe.expansion.base import HOP_ALPHA, Expanded, Lists, Method, parameter
 from lattqe.model.fast import FastLAttQE
 from lattqe.model.network import LAttQE
+from lattqe.store import open_place, read_manifest
 
 
 def load_network(model: str | LAttQE | None) -> LAttQE:
@@ -18,6 +20,15 @@ def load_network(model: str | LAttQE | None) -> LAttQE:
     if model is None:
         raise LattqeError("lattqe needs model: the folder or s3:// address of a trained network, or a LAttQE")
     return model if isinstance(model, LAttQE) else LAttQE.load(model)
+
+
+def model_inputs(params: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """How an artifact made with these parameters names the stored model among its inputs; empty where there is none."""
+    model = params.get("model")
+    if not isinstance(model, str):
+        return {}
+    place = open_place(model)
+    return {"model": {"uri": place.uri, "digest": read_manifest(place, "model").digest, "kind": "model"}}
 
 
 @dataclass
@@ -49,11 +60,25 @@ class AttentionExpansion(Method):
         """What decides the result, ready for JSON; a network that was never stored has no name."""
         return {**super().params, "model": self.model if isinstance(self.model, str) else None}
 
-    def suggested_k(self, dba: bool) -> int:
+    def suggested_k(self, dba: bool, augmented: bool = False) -> int:
         """The number that training chose for this network, else the paper's, as far as the network has ranks."""
-        chosen = self.fast.network.metrics.get("ndba" if dba else "nqe")
-        k = chosen if isinstance(chosen, int) and chosen > 0 else super().suggested_k(dba)
+        k = self._chosen(dba, augmented) or super().suggested_k(dba)
         return min(k, self.fast.config.max_k)
+
+    def origin_of_k(self, augmented: bool = False) -> str:
+        """Where `suggested_k` for queries comes from, in words."""
+        if self._chosen(False, augmented) is None:
+            return super().origin_of_k()
+        with_dba = augmented and self._chosen(False, False) != self._chosen(False, True)
+        return "chosen by training for augmented databases" if with_dba else "chosen by training"
+
+    def _chosen(self, dba: bool, augmented: bool) -> int | None:
+        """What the model's metrics name, None where they do not."""
+        metrics = self.fast.network.metrics
+        for name in ("ndba",) if dba else ("nqe_with_dba", "nqe") if augmented else ("nqe",):
+            if isinstance(metrics.get(name), int) and metrics[name] > 0:
+                return int(metrics[name])
+        return None
 
     @property
     def default_hops(self) -> int:

@@ -154,8 +154,11 @@ class Method(Described, ABC):
         """Low-ranked items wanted for each row; DQE makes it a parameter."""
         return 0
 
-    def suggested_k(self, dba: bool) -> int:
-        """How many neighbors to use for queries, or for database rows, where the caller does not say."""
+    def suggested_k(self, dba: bool, augmented: bool = False) -> int:
+        """How many neighbors to use for queries, or for database rows (dba), where the caller does not say.
+
+        augmented: queries of an augmented database, from which they are expanded.
+        """
         return self.default_k_dba if dba else self.default_k
 
     @property
@@ -167,6 +170,16 @@ class Method(Described, ABC):
     def hop_alpha(self) -> float:
         """Share of a hop that comes from the neighbors, where the caller does not say."""
         return HOP_ALPHA
+
+    def origin_of_k(self, augmented: bool = False) -> str:
+        """Where `suggested_k` for queries comes from, in words."""
+        return "the paper's number"
+
+    def check_k(self, k: int) -> None:
+        """Refuse more neighbors than can be weighed."""
+        if self.largest_k is not None and k > self.largest_k:
+            raise LattqeError(f"{self.name}: {k} neighbors, but this network has ranks for {self.largest_k}: use "
+                              f"{self.largest_k} or fewer")
 
     def depth(self, k: int) -> int:
         """How many neighbors must be fetched so that k of them can be weighed."""

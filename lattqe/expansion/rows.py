@@ -122,6 +122,22 @@ def shares(method: Method, rows: int) -> bool:
     return 0 < 4 * rows * method.shared_width <= SHARED_BYTES
 
 
+def sharing(method: Method, rows: int, again: bool = False) -> str:
+    """What is shared, or why nothing is, for the plan; `again`: only a few rows are computed, for a grown index."""
+    if not method.shared_width:
+        return "none: in this network the first products differ from list to list" if method.learned else \
+            f"none: {method.name} has no first products that lists share"
+    if again:
+        return "none: only the touched rows are computed"
+    size = f"{4 * rows * method.shared_width / 2**20:,.0f} MiB for each worker"
+    return size if shares(method, rows) else f"none: they would need {size}, more than {SHARED_BYTES >> 20} MiB"
+
+
+def spared(method: Method, k: int, rows: int, expanded: int, tables: int) -> int:
+    """Floating-point operations that sharing spared: in each list for each item, less the tables themselves."""
+    return 2 * method.shared_products * (expanded * (1 + k) - tables * rows)
+
+
 def shared_table(method: Method, rows: int, blocks_of_rows: Iterable[np.ndarray]) -> np.ndarray:
     """What all lists share of so many rows, given as blocks (n, D): (rows, shared_width) float32, held once."""
     if not isinstance(method, AttentionExpansion):

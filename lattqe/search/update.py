@@ -1,4 +1,4 @@
-"""kNN graphs that are kept: made from a stored feature set, joined with newcomers, updated when rows join or leave.
+"""kNN graphs that are kept: joined with newcomers, updated when rows join or leave.
 
 An update is exact, at a cost in proportion to what changes: a new row enters an old row's list only if its score
 reaches the list's last one, which the graph holds. So the new rows are multiplied with the old ones once, feeding both
@@ -13,34 +13,17 @@ import torch
 
 from lattqe.errors import LattqeError
 from lattqe.search.exact import just_below, merge, published
-from lattqe.search.graph import Lists, compare_between, compare_within, knn_graph, rows_per_block
+from lattqe.search.graph import Lists, compare_between, compare_within, rows_per_block
 from lattqe.search.index import pair_scores
 from lattqe.search.pairing import Clock
 from lattqe.search.products import Block, Products, lanes_on
-from lattqe.search.rows import in_one, tiles
+from lattqe.search.rows import tiles
 from lattqe.search.topk import best_rows
-from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table, part_row_counts, row_bytes
 
 CHUNK = 2048  # rows compared at once: k² bytes for each
 
 # (i (n,) rows of the lists, j (n,) row numbers) -> exact scores (n,) float64
 Rescore = Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-
-def publish_graph(features: FeatureSet, k: int, to: str) -> NeighborGraph:
-    """Compute the exact graph of all rows and publish it, unless it is there already."""
-    fields = {"k": k}
-    part_rows = part_row_counts(features.rows, row_bytes("neighbors", fields))
-    pending = Pending.begin(to, "neighbors", fields, part_rows, config={"job": "neighbors"},
-                            inputs={"features": features.as_input()})
-    missing = pending.missing()
-    if missing:
-        I, D = knn_graph(in_one(features.pieces()), k)  # noqa: E741
-        for part in missing:
-            start = sum(part_rows[:part])
-            pending.publish(part, neighbors_table(I[start:start + part_rows[part]], D[start:start + part_rows[part]]))
-    pending.finish()
-    return NeighborGraph.open(to)
 
 
 def join_lists(ids: np.ndarray, scores: np.ndarray, newcomers: Lists,

@@ -4,17 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.augmentation import Augmentation, begin_index, run_augmentation_here
-from jobs.append import prepare
-from lattqe.augmentation import Recipe
+from lattqe.augmentation import Augmentation, Recipe, begin_index, build_index
+from lattqe.augmentation.growth import plan_growth
 from lattqe.expansion import create
 from lattqe.expansion.rows import augment_rows
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search import knn_graph
 from lattqe.search.index import StoredIndex
 from lattqe.search.pairing import Clock
-from lattqe.search.update import publish_graph
-from lattqe.store import FeatureSet, FeatureWriter, open_place, read_manifest
+from lattqe.search.stored import publish_graph
+from lattqe.store import FeatureSet, FeatureWriter
 from lattqe.store.writer import join_features, kept_rows
 
 ROWS, DIM, K = 20_000, 8, 48
@@ -28,11 +27,9 @@ def write(uri, x, first=0):
 
 def index_of(features, graph, model, to):
     """Augment in this process: the index, and how many rows the network saw."""
-    task = Augmentation(features.uri, graph.uri, str(to), "lattqe", K, {"model": model, "dba": True}, threads=2)
-    digest = read_manifest(open_place(model), "model").digest
-    pending = begin_index(task, {"features": features.as_input(), "neighbors": graph.as_input(),
-                                 "model": {"uri": model, "digest": digest, "kind": "model"}})
-    expanded = run_augmentation_here(task)
+    task = Augmentation(features.uri, graph.uri, str(to), "lattqe", K, {"model": model, "dba": True})
+    pending = begin_index(task)
+    expanded = build_index(task).expanded
     pending.finish()
     return FeatureSet.open(str(to)), expanded
 
@@ -57,9 +54,9 @@ def test_growth_costs_its_share_and_equals_from_scratch(world, tmp_path, new, re
     kept = kept_rows(recipe.features, [f"r{i}" for i in range(0, 1000 * removed, 1000)])
     arrivals = write(tmp_path / "arrivals", x[ROWS:ROWS + new], ROWS) if new else None
     joined = join_features(recipe.features, kept, arrivals, str(tmp_path / "grown" / "originals"))
-    task, graph, cost = prepare(index, recipe, joined, kept, str(tmp_path / "grown"))
-    pending = begin_index(task, recipe.inputs | {"features": joined.as_input(), "neighbors": graph.as_input()})
-    network_rows = run_augmentation_here(task)
+    task, graph, cost = plan_growth(index, recipe, joined, kept, str(tmp_path / "grown"))
+    pending = begin_index(task)
+    network_rows = build_index(task).expanded
     pending.finish()
 
     scratch_count = Clock()

@@ -124,5 +124,5 @@ def test_inputs_move_with_the_index_or_are_missed_by_name(tmp_path):
     (tmp_path / "graph").rename(tmp_path / "index" / "neighbors")
     assert Recipe.of(index).graph.uri.endswith("index/neighbors")
     (tmp_path / "features").rename(tmp_path / "elsewhere")
-    with pytest.raises(LattqeError, match=r"the features that made .* are not to be found"):
+    with pytest.raises(LattqeError, match=r"the features that made .* could not be found"):
         Recipe.of(index)

@@ -6,14 +6,9 @@ import ray
 import torch
 
 import lattqe
-from cluster.augmentation import (
-    Augmentation,
-    AugmentWorker,
-    piece_name,
-    run_augmentation,
-    run_augmentation_here,
-)
+from cluster import augmentation as on_ray
 from cluster.reach import Nodes, Reach, ShardReader, choose_reach, decide, open_shards
+from lattqe.augmentation import Augmentation, AugmentWorker, build_index, piece_name
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search import FlatIndex
@@ -58,7 +53,7 @@ def augmented(source, to, method="alphaqe", workers=2, part_rows=(300, 300, 100)
     pending = begin(features, to, part_rows)
     rows = []
     task = Augmentation(features.uri, graph.uri, str(to), method, K, params, block_rows=128)
-    summary = run_augmentation(task, workers, rows.append, shards=shards)
+    summary = on_ray.build_index(task, rows.append, workers=workers, shards=shards)
     pending.finish()
     return FeatureSet.open(str(to)), summary, sum(rows)
 
@@ -81,15 +76,23 @@ def test_equals_in_memory(source, tmp_path, method, workers, model):
     assert index.ids() == source[0].ids()
     np.testing.assert_array_equal(index.labels(), source[0].labels())
     assert rows == ROWS
-    assert summary.blocks.blocks == 3 + 3 + 3, "blocks of 128 rows in two parts of 300, and three parts"
+    assert summary.items == 3 + 3 + 3, "blocks of 128 rows in two parts of 300, and three parts"
 
 
-def test_in_this_process_the_bytes_are_the_same(source, tmp_path):
-    on_ray, _, _ = augmented(source, tmp_path / "ray", "alphaqe")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("method", ["alphaqe", "dqe", "lattqe"])
+def test_in_this_process_the_bytes_are_the_same(source, tmp_path, model, method, threads):
+    params = {"model": model, "dba": True} if method == "lattqe" else {}
+    made, _, _ = augmented(source, tmp_path / "ray", method, **params)
     features, graph = source
     pending = begin(features, tmp_path / "here", (300, 300, 100))
-    run_augmentation_here(Augmentation(features.uri, graph.uri, str(tmp_path / "here"), "alphaqe", K, block_rows=128))
-    assert pending.finish().digest == on_ray.digest
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    rows = []
+    build_index(Augmentation(features.uri, graph.uri, pending.uri, method, K, params, block_rows=128), rows.append)
+    assert torch.get_num_threads() == threads
+    torch.set_num_threads(before)
+    assert (pending.finish().digest, sum(rows)) == (made.digest, ROWS)
 
 
 def test_finished_pieces_are_taken_up_and_damaged_ones_computed_again(source, tmp_path):
@@ -103,7 +106,7 @@ def test_finished_pieces_are_taken_up_and_damaged_ones_computed_again(source, tm
     damaged = tmp_path / "index" / piece_name(128)
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     rows = []
-    summary = run_augmentation(task, 2, rows.append)
+    summary = on_ray.build_index(task, rows.append, workers=2)
     assert pending.finish().digest == whole.digest
     assert summary.expanded == 700 - 128 - 44 - 128, "three good pieces were not computed again"
 
@@ -116,7 +119,7 @@ def test_vectors_from_shards_give_the_same_bytes(source, tmp_path, model):
         for method, params in {"alphaqe": {}, "lattqe": {"model": model, "dba": True}}.items():
             gathered, _, rows = augmented(source, tmp_path / method, method, workers=1, shards=reader, **params)
             pending = begin(features, tmp_path / f"{method}-mapped", (300, 300, 100))
-            run_augmentation_here(Augmentation(features.uri, graph.uri, pending.uri, method, K, params, block_rows=128))
+            build_index(Augmentation(features.uri, graph.uri, pending.uri, method, K, params, block_rows=128))
             assert (gathered.digest, rows) == (pending.finish().digest, ROWS)
             ray.kill(index.actors[1], no_restart=False)
         x = features.read(0, 50)

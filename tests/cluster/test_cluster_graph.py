@@ -11,8 +11,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from cluster.graph import begin_graph, run_graph
-from cluster.graph_plan import Cut, GraphTask, agree_on_cut, cut_rows, plan_graph
+from cluster.graph import run_graph
+from cluster.graph_plan import Cut, agree_on_cut, cut_rows, plan_graph
 from cluster.graph_worker import GraphWorker
 from cluster.lists import file_name, find_lists, read_lists, write_lists
 from cluster.session import ray_session
@@ -21,6 +21,7 @@ from lattqe.errors import LattqeError
 from lattqe.search import knn_graph, topk
 from lattqe.search.graph import Lists
 from lattqe.search.pairing import Pairing
+from lattqe.search.stored import GraphTask, begin_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, open_place
 
 pytestmark = pytest.mark.ray

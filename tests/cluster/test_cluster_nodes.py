@@ -17,9 +17,9 @@ from ray_nodes import RayNode, make_network
 from s3_proxy import FaultyProxy
 from s3_server import S3Server
 
-from cluster.augmentation import Augmentation, begin_index, run_augmentation_here
+from lattqe.augmentation import Augmentation, begin_index, build_index
 from lattqe.search import FlatIndex
-from lattqe.search.update import publish_graph
+from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Pending, open_place, ranks_table, read_manifest
 
 pytestmark = [pytest.mark.ray, pytest.mark.s3, pytest.mark.kill, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -125,8 +125,8 @@ def undisturbed(features: FeatureSet, queries: FeatureSet, to: str) -> None:
     """Graph, index and ranks, computed in this process alone."""
     graph = publish_graph(features, K, f"{to}/graph")
     task = Augmentation(features.uri, graph.uri, f"{to}/index", "alphaqe", K, {"alpha": 3.0})
-    index = begin_index(task, {"features": features.as_input(), "neighbors": graph.as_input()})
-    run_augmentation_here(task)
+    index = begin_index(task)
+    build_index(task)
     index.finish()
     scores, ids = FlatIndex(FeatureSet.open(f"{to}/index").read()).search(queries.read(), K)
     ranks = Pending.begin(f"{to}/ranks", "ranks", {"k": K}, [queries.rows])

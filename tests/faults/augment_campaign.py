@@ -27,7 +27,7 @@ from campaign_pipeline import Stage, fingerprint
 from campaign_world import World
 from launch import BLOCK_ROWS, PART_BYTES
 
-from lattqe.store import FeatureSet, FeatureWriter, open_place, read_manifest
+from lattqe.store import FeatureSet, FeatureWriter
 
 KINDS = ("S3 server killed", "actor killed", "driver killed", "node killed")
 ROWS, DIM, K = 3000, 16, 8
@@ -39,7 +39,7 @@ def write_inputs(uri: str) -> None:
     import torch
 
     from lattqe.model import LAttQE, LAttQEConfig
-    from lattqe.search.update import publish_graph
+    from lattqe.search.stored import publish_graph
 
     with FeatureWriter(f"{uri}/features", DIM, part_bytes=PART_BYTES) as writer:
         writer.append(np.random.default_rng(0).standard_normal((ROWS, DIM)), [f"r{row}" for row in range(ROWS)])
@@ -50,17 +50,12 @@ def write_inputs(uri: str) -> None:
 
 def write_reference(uri: str, to: str) -> list[list[str | int]]:
     """The undisturbed index, made in this process: the fingerprint that every round must end with."""
-    from cluster.augmentation import Augmentation, begin_index, run_augmentation_here
+    from lattqe.augmentation import Augmentation, begin_index, build_index
 
-    digest = read_manifest(open_place(f"{uri}/model"), "model").digest
     task = Augmentation(f"{uri}/features", f"{uri}/graph", to, "lattqe", K, {"model": f"{uri}/model", "dba": True},
-                        block_rows=BLOCK_ROWS, share=True)
-    pending = begin_index(task, {
-        "features": FeatureSet.open(f"{uri}/features").as_input(),
-        "neighbors": {"uri": f"{uri}/graph", "digest": read_manifest(open_place(f"{uri}/graph")).digest,
-                      "kind": "neighbors"},
-        "model": {"uri": f"{uri}/model", "digest": digest, "kind": "model"}})
-    run_augmentation_here(task)
+                        block_rows=BLOCK_ROWS)
+    pending = begin_index(task)
+    build_index(task)
     pending.finish()
     return fingerprint(to)
 

@@ -31,9 +31,10 @@ def shrink() -> None:
         replace_default(function, DEFAULT_PART_BYTES, PART_BYTES)
     search.PART_QUERIES = PART_QUERIES
     if sys.argv[1] in ("augment", "append"):
-        from cluster import augmentation  # takes a second, with Ray
+        from lattqe import augmentation  # takes a second, with torch
 
-        augmentation.Augmentation = functools.partial(augmentation.Augmentation, block_rows=BLOCK_ROWS)
+        for module in (augmentation, augmentation.growth):
+            module.Augmentation = functools.partial(augmentation.Augmentation, block_rows=BLOCK_ROWS)
 
 
 def replace_default(function: Callable[..., Any], old: int, new: int) -> None:

@@ -17,7 +17,7 @@ from campaign_world import World
 from killing import end_session, session_of
 
 from lattqe.model import LAttQE, LAttQEConfig
-from lattqe.search.update import publish_graph
+from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter
 
 pytestmark = [pytest.mark.ray, pytest.mark.s3, pytest.mark.kill, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -28,8 +28,7 @@ ROWS, DIM, K = 16_000, 48, 8
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Features, graph, model, and the undisturbed index, computed in this process."""
-    from cluster.augmentation import Augmentation, begin_index, run_augmentation_here
-    from lattqe.store import open_place, read_manifest
+    from lattqe.augmentation import Augmentation, begin_index, build_index
 
     folder = tmp_path_factory.mktemp("made")
     rng = np.random.default_rng(0)
@@ -39,12 +38,10 @@ def made(tmp_path_factory):
     graph = publish_graph(features, K, str(folder / "graph"))
     torch.manual_seed(0)
     LAttQE(LAttQEConfig(dim=DIM, heads=4, layers=2, max_k=K)).save(str(folder / "model"))
-    digest = read_manifest(open_place(str(folder / "model")), "model").digest
     task = Augmentation(features.uri, graph.uri, str(folder / "undisturbed"), "lattqe", K,
-                        {"model": str(folder / "model"), "dba": True}, share=True)
-    pending = begin_index(task, {"features": features.as_input(), "neighbors": graph.as_input(),
-                                 "model": {"uri": str(folder / "model"), "digest": digest, "kind": "model"}})
-    run_augmentation_here(task)
+                        {"model": str(folder / "model"), "dba": True})
+    pending = begin_index(task)
+    build_index(task)
     pending.finish()
     return folder
 

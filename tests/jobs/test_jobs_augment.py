@@ -12,7 +12,7 @@ from jobs.augment import app as augment
 from jobs.console import guarded
 from jobs.verify import app as verify
 from lattqe.model import LAttQE, LAttQEConfig
-from lattqe.search.update import publish_graph
+from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]

@@ -15,7 +15,7 @@ from lattqe.search.exact import exact_scores, norms
 from lattqe.search.pairing import Clock
 from lattqe.search.products import Block, TorchProducts
 from lattqe.search.rows import Pieces, in_one, pieces_of, row_range, surplus_rows
-from lattqe.search.update import publish_graph
+from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter
 
 DTYPES = [np.float16, np.float32]

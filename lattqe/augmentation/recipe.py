@@ -1,9 +1,14 @@
-"""What made an augmented index: its manifest names the method, and its inputs by address and digest."""
+"""What made an augmented index, by its manifest, and whether the index is what that makes."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from lattqe.errors import LattqeError
+import numpy as np
+
+from lattqe.errors import CorruptDataError, LattqeError
+from lattqe.expansion import create
+from lattqe.expansion.rows import augment_rows
+from lattqe.search.index import StoredIndex
 from lattqe.store import FeatureSet, NeighborGraph, read_manifest
 from lattqe.store.place import open_place
 
@@ -11,11 +16,20 @@ JOB = "augment"
 # What a job made on the way lies in the index itself, so that it is copied and moved together with it.
 GRAPH, ORIGINALS = "neighbors", "originals"
 
+# Between a vector computed again on another machine and the stored one, before the stored one's own rounding.
+TOLERANCE = 2e-5
+ROUNDING = {"float16": 2.0**-11, "float32": 2.0**-24}
+
 
 def describe(method: str, k: int, params: dict[str, Any]) -> dict[str, Any]:
     """The configuration that an augmented index carries in its manifest; a model is named among the inputs."""
     return {"job": JOB, "method": method, "k": k,
             "params": {name: value for name, value in params.items() if name != "model"}}
+
+
+def is_augmented(features: FeatureSet) -> bool:
+    """Whether a feature set is an index that an augmentation made."""
+    return features.manifest.config.get("job") == JOB
 
 
 @dataclass(frozen=True)
@@ -33,7 +47,7 @@ class Recipe:
     def of(cls, index: FeatureSet, cache: str | None = None) -> "Recipe":
         """Read the recipe of an index; one that no augmentation made is refused."""
         config, inputs = index.manifest.config, index.manifest.inputs
-        if config.get("job") != JOB or not {"features", "neighbors"} <= set(inputs):
+        if not is_augmented(index) or not {"features", "neighbors"} <= set(inputs):
             raise LattqeError(f"{index.uri} was not made by `lattqe augment`: its manifest names no method and graph")
         params = dict(config["params"])
         if "model" in inputs:
@@ -56,4 +70,19 @@ def _find(index: FeatureSet, name: str, inside: str) -> str:
         if found == recorded["digest"]:
             return uri
         seen.append(f"{uri} has another digest ({found[:12]} instead of {recorded['digest'][:12]})")
-    raise LattqeError(f"the {name} that made {index.uri} are not to be found: {seen[-1]}")
+    raise LattqeError(f"the {name} that made {index.uri} could not be found: {seen[-1]}")
+
+
+def recompute(index: FeatureSet, count: int, seed: int = 0, cache: str | None = None) -> float:
+    """Compute `count` random rows again; return the largest deviation, or raise CorruptDataError with the row."""
+    recipe = Recipe.of(index, cache)
+    method = create(recipe.method, **recipe.params)
+    rows = np.sort(np.random.default_rng(seed).permutation(index.rows)[:count])
+    I, D = recipe.graph.gather(rows)  # noqa: E741
+    expected = augment_rows(StoredIndex([recipe.features]), rows, D, I, method, recipe.k).vectors
+    deviation = np.abs(index.gather(rows).astype(np.float32) - expected).max(axis=1, initial=0.0)
+    worst = int(deviation.argmax()) if len(rows) else 0
+    if len(rows) and deviation[worst] > TOLERANCE + ROUNDING[index.dtype]:
+        raise CorruptDataError(f"row {rows[worst]} of {index.uri} is not what its recipe gives: off by "
+                               f"{deviation[worst]:.2g}")
+    return float(deviation.max(initial=0.0))

@@ -1,0 +1,347 @@
+"""Building an augmented index: every row of a feature set replaced by its expansion from its neighbors.
+
+`build_index` does it in this process, `cluster.augmentation.build_index` with the same worker on Ray: the same bytes.
+The work is cut twice, by row numbers alone. A *block* is what one worker computes between two looks at the queue; its
+vectors go to `_work/pieces/`. A *part* is a file of the result; a worker assembles it when its last piece is there.
+Both are written atomically and do not depend on who makes them, so any process may die at any time, nothing is lost
+but the block it was in, and two drivers on one destination give one result.
+"""
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from lattqe.augmentation.recipe import describe
+from lattqe.errors import CorruptDataError
+from lattqe.expansion import create
+from lattqe.expansion.attention import model_inputs
+from lattqe.expansion.base import RowSource
+from lattqe.expansion.rows import augment_rows, shared_table, shares
+from lattqe.memory import peak_bytes
+from lattqe.search.index import StoredIndex
+from lattqe.search.pairing import Clock
+from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, Pending, Place
+from lattqe.store.manifest import seal_bytes, unseal_bytes
+from lattqe.store.place import absolute, node_folder, traffic
+from lattqe.store.tables import matrix_column
+
+# Rows a worker expands between two looks at the queue: seconds at 128-D, some minutes at 2048-D on one CPU core.
+BLOCK_ROWS = 2048
+PIECES = "_work/pieces/"
+
+REUSABLE = "_work/reusable.bin"
+
+# A block is (part, start, stop) in row numbers; the assembling of a part is (part,).
+Item = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What to compute: all that decides the result, and nothing larger than a line, for it goes to every worker."""
+
+    features: str  # URI of the original rows
+    graph: str  # URI of their neighbors
+    to: str  # where a Pending has been begun
+    method: str
+    k: int
+    params: dict[str, Any] = field(default_factory=dict)
+    cache: str | None = None  # node-local folder that keeps remote rows
+    block_rows: int = BLOCK_ROWS
+    previous: str | None = None  # an index whose rows may be taken over, where `write_reusable` said so
+
+    def __post_init__(self) -> None:
+        """Make addresses absolute, for the workers."""
+        for name in ("features", "graph", "to", "previous"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, value and absolute(value))
+        object.__setattr__(self, "cache", node_folder(self.cache))
+        if isinstance(self.params.get("model"), str):
+            object.__setattr__(self, "params", {**self.params, "model": absolute(self.params["model"])})
+
+
+def part_spans(part_rows: list[int]) -> list[tuple[int, int]]:
+    """First and last+1 row of each part."""
+    stops = np.cumsum(part_rows)
+    return [(int(stop) - count, int(stop)) for count, stop in zip(part_rows, stops)]
+
+
+def block_spans(start: int, stop: int, block_rows: int) -> list[tuple[int, int]]:
+    """The blocks of one part, as row spans."""
+    return [(row, min(row + block_rows, stop)) for row in range(start, stop, block_rows)]
+
+
+def piece_name(start: int) -> str:
+    """The file of the block that begins at this row."""
+    return f"{PIECES}{start:012d}.bin"
+
+
+class AugmentWorker:
+    """Holds the method and reaches all vectors; computes blocks and assembles parts. Built from URIs only."""
+
+    def __init__(self, task: Augmentation, shards: RowSource | None = None) -> None:
+        torch.set_num_threads(1)  # a block is one thread's work: its last bits do not depend on the machine
+        self.task = task
+        cache = task.cache if shards is None else None
+        self.features = FeatureSet.open(task.features, cache=cache)
+        self.graph = NeighborGraph.open(task.graph, cache=cache)
+        self.index: RowSource = StoredIndex([self.features]) if shards is None else shards
+        self.pending = Pending.attach(task.to)
+        self.method = create(task.method, **task.params)
+        self.previous = FeatureSet.open(task.previous, cache=task.cache) if task.previous else None
+        self.reusable = read_reusable(self.pending.place) if task.previous else None
+        self.clock = Clock()
+        # First products are shared where all rows are computed; for the few rows of a grown index they do not pay.
+        self.share = task.previous is None and shares(self.method, self.features.rows)
+        self._table: np.ndarray | None = None
+
+    def run(self, item: Item) -> dict[str, Any]:
+        """Compute one block, or assemble one part; tell what it took."""
+        self.clock = Clock()
+        started, cpu = time.perf_counter(), time.process_time()
+        if len(item) == 3:
+            self.write_piece(item[1], self.expand(item[1], item[2]))
+        else:
+            self.assemble(item[0])
+        counts = self.clock.counts
+        return {"seconds": dict(self.clock.seconds), "peak_bytes": peak_bytes(), "expanded": counts["expanded"],
+                "tables": counts["tables"], "busy": time.perf_counter() - started, "cpu": time.process_time() - cpu,
+                "traffic": traffic.take()}
+
+    def expand(self, start: int, stop: int) -> np.ndarray:
+        """Vectors (n, D) of rows start..stop in the stored dtype: expanded, or taken over from the previous index."""
+        if self.previous is None or self.reusable is None:
+            return self.expand_rows(np.arange(start, stop))
+        taken = self.reusable[start:stop]
+        out = np.empty((stop - start, self.features.dim), self.features.dtype)
+        out[taken >= 0] = self.previous.gather(taken[taken >= 0])
+        out[taken < 0] = self.expand_rows(start + np.flatnonzero(taken < 0))
+        return out
+
+    def expand_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Expanded vectors of some rows (n,), rounded to the stored dtype."""
+        with self.clock("reading"):
+            I, D = self.graph.gather(rows)  # noqa: E741
+        table = self.table() if self.share else None
+        with self.clock("expanding"):
+            vectors = augment_rows(self.index, rows, D, I, self.method, self.task.k, table).vectors
+        self.clock.count("expanded", len(rows))
+        return vectors.astype(self.features.dtype)
+
+    def table(self) -> np.ndarray:
+        """The first products of all rows, computed once by each worker: a small part of what they save it."""
+        if self._table is None:
+            with self.clock("sharing"):
+                blocks = (block for _, block in self.features.blocks(self.task.block_rows))
+                self._table = shared_table(self.method, self.features.rows, blocks)
+            self.clock.count("tables", 1)
+        return self._table
+
+    def write_piece(self, start: int, vectors: np.ndarray) -> None:
+        """Store a block's vectors behind their digest."""
+        with self.clock("writing"):
+            data = np.ascontiguousarray(vectors).tobytes()
+            self.pending.place.write(piece_name(start), seal_bytes(data))
+
+    def read_piece(self, start: int, stop: int) -> np.ndarray:
+        """A block's vectors; computed here and now where its piece is damaged or gone."""
+        try:
+            data = unseal_bytes(self.pending.place.read(piece_name(start)), piece_name(start))
+        except (MissingFileError, CorruptDataError):
+            return self.expand(start, stop)
+        shape = (stop - start, self.features.dim)
+        if len(data) != shape[0] * shape[1] * np.dtype(self.features.dtype).itemsize:
+            return self.expand(start, stop)
+        return np.frombuffer(data, self.features.dtype).reshape(shape)
+
+    def assemble(self, part: int) -> None:
+        """Publish a part: the rows as they are, their vectors replaced; then its pieces may go."""
+        start, stop = part_spans(self.pending.part_rows)[part]
+        spans = block_spans(start, stop, self.task.block_rows)
+        vectors = np.empty((stop - start, self.features.dim), self.features.dtype)
+        for first, last in spans:
+            piece = self.expand(first, last) if len(spans) == 1 else self.read_piece(first, last)
+            vectors[first - start:last - start] = piece
+        with self.clock("writing"):
+            table = self.features.table(start, stop).combine_chunks()
+            column = table.column_names.index("vector")
+            table = table.set_column(column, table.schema.field(column), matrix_column(vectors))
+            self.pending.publish(part, table)
+            for row, _ in spans if len(spans) > 1 else ():
+                self.pending.place.delete(piece_name(row))
+
+
+def write_reusable(place: Place, reusable: np.ndarray) -> None:
+    """Say for each row (n,) which row of the previous index it may be taken from, -1: expand it."""
+    data = reusable.astype("<i8").tobytes()
+    place.write(REUSABLE, seal_bytes(data))
+
+
+def read_reusable(place: Place) -> np.ndarray:
+    """What `write_reusable` wrote, (n,) int64."""
+    return np.frombuffer(unseal_bytes(place.read(REUSABLE), f"{place.uri}/{REUSABLE}"), "<i8")
+
+
+@dataclass
+class AugmentSummary:
+    """What it took, added up block by block."""
+
+    items: int = 0  # blocks and parts
+    took: float = 0.0  # seconds, from beginning to end
+    retries: int = 0  # items asked again after a failure, on Ray
+    workers_lost: int = 0
+    spare_copies: int = 0  # stragglers that were started a second time
+    seconds: dict[str, float] = field(default_factory=dict)  # of all workers, by what they did
+    peak_bytes: int = 0  # of the largest worker, mapped files included
+    expanded: int = 0  # rows that went through the method; the others were taken over
+    tables: int = 0  # of shared first products, one for each worker that made one
+    cpu: float = 0.0  # processor seconds of all workers
+    working: float = 0.0  # seconds from when the first worker was up
+    _since: float | None = None
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Add what a worker says of an item."""
+        now = time.monotonic()
+        self.items += 1
+        self._since = now - result["busy"] if self._since is None else self._since
+        self.working = now - self._since
+        self.peak_bytes = max(self.peak_bytes, result["peak_bytes"])
+        self.expanded += result["expanded"]
+        self.tables += result["tables"]
+        self.cpu += result["cpu"]
+        for name, spent in result["seconds"].items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+
+
+def begin_index(task: Augmentation) -> Pending:
+    """Claim the destination of an index of the rows of `task.features`, or join an earlier run of the same task."""
+    features = FeatureSet.open(task.features)
+    fields = {name: features.manifest.fields[name] for name in ("dim", "dtype")}
+    part_rows = [part.rows for part in features.manifest.parts]
+    inputs = {"features": features.as_input(), "neighbors": NeighborGraph.open(task.graph).as_input(),
+              **model_inputs(task.params)}
+    return Pending.begin(task.to, "features", fields, part_rows, schema=features.table(0, 1).schema,
+                         config=describe(task.method, task.k, task.params), inputs=inputs)
+
+
+def items_to_do(pending: Pending, block_rows: int) -> tuple[list[Item], dict[int, set[int]]]:
+    """The items that can start now, and for each unfinished part the first rows of the blocks it still waits for."""
+    there = set(pending.place.sizes())
+    items: list[Item] = []
+    waiting: dict[int, set[int]] = {}
+    spans = part_spans(pending.part_rows)
+    for part in pending.missing():
+        blocks = block_spans(*spans[part], block_rows)
+        missing = [span for span in blocks if piece_name(span[0]) not in there] if len(blocks) > 1 else []
+        waiting[part] = {start for start, _ in missing}
+        items.extend([(part, *span) for span in missing] or [(part,)])
+    return items, waiting
+
+
+def rows_of(item: Item, part_rows: list[int], block_rows: int) -> int:
+    """Rows that are done with an item; a part of several blocks has no more to do than to be assembled."""
+    if len(item) == 3:
+        return item[2] - item[1]
+    rows = part_rows[item[0]]
+    return rows if rows <= block_rows else 0
+
+
+def build_index(task: Augmentation, on_rows: Callable[[int], None] = lambda rows: None) -> AugmentSummary:
+    """Compute and publish all missing parts of `task.to` in this process; `on_rows(n)` after each n rows.
+
+    One block for each of torch's threads at a time, each computed by one thread as a worker on Ray does: the bytes do
+    not depend on how many there are. The manifest is the caller's.
+    """
+    pending, summary = Pending.attach(task.to), AugmentSummary()
+    started, cpu = time.monotonic(), time.process_time()
+    items, waiting = items_to_do(pending, task.block_rows)
+    if not items:
+        return summary
+    threads = torch.get_num_threads()
+    try:
+        worker = AugmentWorker(task)
+        first = worker.run(items[0])  # also makes the table that all share
+
+        def done(item: Item, result: dict[str, Any]) -> list[Item]:
+            summary.add(result)
+            on_rows(rows_of(item, pending.part_rows, task.block_rows))
+            if len(item) == 1:
+                return []
+            waiting[item[0]].discard(item[1])
+            return [] if waiting[item[0]] else [(item[0],)]
+
+        more = done(items[0], first)
+        if threads == 1:
+            queue = [*more, *items[1:]]
+            while queue:
+                queue[:1] = done(queue[0], worker.run(queue[0]))
+        else:
+            _in_threads(worker, [*more, *items[1:]], threads, done)
+    finally:
+        torch.set_num_threads(threads)
+    summary.took, summary.cpu = time.monotonic() - started, time.process_time() - cpu
+    return summary
+
+
+def _in_threads(worker: AugmentWorker, items: list[Item], threads: int,
+                done: Callable[[Item, dict[str, Any]], list[Item]]) -> None:
+    """Run items, and those that `done` says have become possible, in so many threads; an interrupt stops them soon."""
+    stop = threading.Event()
+    workers = []
+    for _ in range(threads):
+        one = copy.copy(worker)  # method, files and table are the same
+        one.index = _Stoppable(worker.index, stop)
+        workers.append(one)
+
+    def run(item: Item) -> dict[str, Any]:
+        one = workers.pop()  # there are as many as threads
+        try:
+            return one.run(item)
+        finally:
+            workers.append(one)
+
+    with ThreadPoolExecutor(threads) as pool:
+        flights: dict[Future[dict[str, Any]], Item] = {pool.submit(run, item): item for item in items}
+        try:
+            while flights:
+                for future in wait(flights, return_when=FIRST_COMPLETED)[0]:
+                    item = flights.pop(future)
+                    for further in done(item, future.result()):
+                        flights[pool.submit(run, further)] = further
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+class _Stopped(Exception):
+    """The work is to stop here."""
+
+
+@dataclass(frozen=True)
+class _Stoppable:
+    """A row source that gives nothing more once it is stopped: threads cannot be interrupted otherwise."""
+
+    source: RowSource
+    stop: threading.Event
+
+    @property
+    def rows(self) -> int:
+        """See RowSource."""
+        return self.source.rows
+
+    def gather(self, rows: np.ndarray) -> np.ndarray:
+        """See RowSource."""
+        if self.stop.is_set():
+            raise _Stopped
+        return self.source.gather(rows)
+
+    def lowest(self, xq: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """See RowSource."""
+        return self.source.lowest(xq, k)
