@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from jobs.console import command, human_bytes, print_json, progress_bar, run, show_table
+from jobs.console import command, human_bytes, print_json, progress_bar, run, screen, show_table
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
     from cluster.extraction import Workers
-    from lattqe.extraction.encoder import EncoderSpec
+    from lattqe.extraction.encoder import Encoder, EncoderSpec
     from lattqe.extraction.image import Framing
     from lattqe.extraction.sources import ImageList
     from lattqe.extraction.stage import Destination
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 PROBE_SIDE = 224  # the size that most encoders were made at
 SHOWN_BAD = 5
+HOW_TO_DESCRIBE = (
+    "a published ResNet-GeM file:  lattqe extract photos --checkpoint gl18-tl-resnet101-gem-w.pth --to features",
+    "a backbone and its weights:   lattqe extract photos --model timm:vit_base_patch14_dinov2 --weights "
+    "dinov2.safetensors --to features",
+    "descriptors that you have:    lattqe import vectors.npy --ids names.txt --to features")
 
 FolderLabels: TypeAlias = tuple[list[int], list[str]]  # of each image, and the folders' names
 
@@ -27,10 +32,14 @@ def main(
     images: Annotated[str, typer.Argument(help="folder, s3://bucket/prefix, or list file with one path on each line")],
     to: Annotated[str, typer.Option(help="where to write the features: folder or s3://bucket/prefix")],
     checkpoint: Annotated[str | None, typer.Option(help="network file: .pth, torch.export or TorchScript")] = None,
+    model: Annotated[str | None, typer.Option(help="backbone: timm:NAME, torchvision:NAME or open_clip:NAME")] = None,
+    weights: Annotated[str | None, typer.Option(help="with --model: its state dict, .safetensors or .pth")] = None,
+    pool: Annotated[str, typer.Option(help="with --model: cls, gem or mean; default cls where there is one")] = "auto",
     encoder: Annotated[str | None, typer.Option(help="module:function that returns an encoder")] = None,
     scales: Annotated[str | None, typer.Option(help="relative sizes, averaged; default 1,0.7071,1.4142")] = None,
-    size: Annotated[int, typer.Option(help="limit of the long side in pixels")] = 1024,
-    center_crop: Annotated[int | None, typer.Option(help="instead: central square, scaled to this side")] = None,
+    size: Annotated[int | None, typer.Option(help="limit of the long side in pixels; default 1024")] = None,
+    center_crop: Annotated[int | None, typer.Option(help="instead: central square, scaled to this side; default of "
+                                                         "--model without --size: what its package says")] = None,
     gnd: Annotated[Path | None, typer.Option(help="revisited ground truth: take its images, in its order")] = None,
     queries: Annotated[bool, typer.Option("--queries", help="with --gnd: its queries, cropped to bbx")] = False,
     root: Annotated[str | None, typer.Option(help="folder that a list file's paths are relative to")] = None,
@@ -53,25 +62,31 @@ def main(
 
     Example: lattqe extract photos --checkpoint gl18-tl-resnet101-gem-w.pth --to features
     """
+    import torch
+
     from cluster.extraction import plan_workers
     from cluster.session import ray_session
-    from lattqe.extraction.encoder import EncoderSpec, find_hook_folder, parse_scales
-    from lattqe.extraction.image import Framing
+    from lattqe.extraction.encoder import EncoderSpec, find_hook_folder, open_encoder, parse_scales
     from lattqe.extraction.sources import folder_labels
     from lattqe.store.tables import check_dtype
 
+    if not (checkpoint or encoder or model):
+        screen.print("\n".join(HOW_TO_DESCRIBE), markup=False, soft_wrap=True)
+        raise LattqeError("without a network there are no descriptors: above are three ways to get some")
     if queries and gnd is None:
         raise LattqeError("--queries needs --gnd, which names them and their crops")
     listed, inputs = _list(images, root, gnd, queries, to)
     tolerated = bad_limit(max_bad or ("0.1" if gnd is None else "0"), len(listed))
     spec = EncoderSpec(_absolute(checkpoint), encoder, find_hook_folder(encoder) if encoder else None,
-                       _rgb(mean, "--mean"), _rgb(std, "--std"))
-    settings = Settings(spec, Framing(size, center_crop, exif, max_pixels),
-                        parse_scales(scales or ("1" if center_crop else "1,0.7071,1.4142")), batch, check_dtype(dtype))
+                       _rgb(mean, "--mean"), _rgb(std, "--std"), model, _absolute(weights), pool)
+    opened = open_encoder(spec, torch.device("cpu"))  # here once: a wrong one is refused before anything starts
+    framing = _framing(opened, size, center_crop, exif, max_pixels)
+    settings = Settings(spec, framing, parse_scales(scales or ("1" if framing.center_crop else "1,0.7071,1.4142")),
+                        batch, check_dtype(dtype))
     config = {"crop": "bbx, at the scale of the full image" if queries else None,
               "labels": "top folders" if labels_from_folders else None}
     labels = folder_labels(listed) if labels_from_folders else None
-    destination = _prepare(settings, to, config, inputs)
+    destination = _prepare(settings, opened, to, config, inputs)
     finished = destination.find_finished()
     if finished is None:
         with ray_session(address):
@@ -149,20 +164,30 @@ def _list(images: str, root: str | None, gnd: Path | None, queries: bool,
     return listed, inputs
 
 
-def _prepare(settings: Settings, to: str, config: dict[str, Any], inputs: dict[str, dict[str, str]]) -> "Destination":
-    """Open the encoder here once: a wrong one is refused before anything starts, and its output decides the rows."""
-    import torch
+def _framing(opened: "Encoder", size: int | None, center_crop: int | None, exif: bool, max_pixels: int) -> "Framing":
+    """How images are brought to the network: as asked for, else as a backbone's package says, else by size."""
+    from lattqe.extraction.image import Framing
 
-    from lattqe.extraction.encoder import open_encoder
+    if center_crop is None and size is None and opened.side is not None:
+        return Framing(1024, opened.side, exif, max_pixels, opened.share, opened.filter)
+    return Framing(1024 if size is None else size, center_crop, exif, max_pixels)
+
+
+def _prepare(settings: Settings, opened: "Encoder", to: str, config: dict[str, Any],
+             inputs: dict[str, dict[str, str]]) -> "Destination":
+    """What is going to be made; the encoder's output decides the rows."""
+    from lattqe.extraction.image import Framing
     from lattqe.extraction.stage import Destination
 
-    opened = open_encoder(settings.encoder, torch.device("cpu"))
     dim = opened.output_dim(settings.framing.center_crop or PROBE_SIDE)
-    config = {**config, **asdict(settings.framing), "scales": list(settings.scales), "batch": settings.batch,
+    usual = asdict(Framing())
+    # What only backbones ask for is recorded where it is asked for: features of earlier versions stay the same.
+    framing = {name: value for name, value in asdict(settings.framing).items()
+               if name not in ("share", "filter") or value != usual[name]}
+    config = {**config, **framing, "scales": list(settings.scales), "batch": settings.batch,
               "transparency": "over white", "encoder": opened.kind, "mean": list(opened.mean),
               "std": list(opened.std), "scale_power": opened.scale_power}
-    source = settings.encoder.checkpoint or settings.encoder.hook or ""
-    inputs = {**inputs, "encoder": {"uri": source, "digest": opened.digest, "kind": opened.kind}}
+    inputs = {**inputs, "encoder": {"uri": settings.encoder.source, "digest": opened.digest, "kind": opened.kind}}
     return Destination(to, dim, settings.dtype, config, inputs)
 
 

@@ -1,4 +1,5 @@
-"""What turns pixels into vectors: a published ResNet-GeM, a torch.export or TorchScript file, or a Python function.
+"""What turns pixels into vectors: a published ResNet-GeM, a torch.export or TorchScript file, a backbone of another
+package, or a Python function.
 
 One image is encoded at several scales and aggregated into one unit vector.
 """
@@ -76,10 +77,21 @@ class EncoderSpec:
     hook_folder: str | None = None  # where the module was found: workers on this machine look there too
     mean: tuple[float, ...] | None = None  # of the input's R, G, B in 0..1; by default what the encoder says
     std: tuple[float, ...] | None = None
+    model: str | None = None  # package:name of a backbone of timm, torchvision or open_clip
+    weights: str | None = None  # its state dict: a file on disk or S3
+    pool: str = "auto"  # of the backbone: cls, gem or mean
 
     def __post_init__(self) -> None:
-        if (self.checkpoint is None) == (self.hook is None):
-            raise LattqeError("give either --checkpoint FILE or --encoder module:function")
+        if sum(given is not None for given in (self.checkpoint, self.hook, self.model)) != 1:
+            raise LattqeError("give one of --checkpoint FILE, --model package:name with --weights FILE, or --encoder "
+                              "module:function")
+        if self.model is None and (self.weights is not None or self.pool != "auto"):
+            raise LattqeError("--weights and --pool belong to --model")
+
+    @property
+    def source(self) -> str:
+        """What the manifest says that it was."""
+        return self.checkpoint or self.hook or f"{self.model} {self.weights}"
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,9 @@ class Encoder:
     std: tuple[float, ...] = IMAGENET_STD
     scale_power: float = 1.0  # exponent of the mean over scales
     post_whitening: Any = None  # carried by some published files, applied by `lattqe whiten`
+    side: int | None = None  # of the square that a backbone was made for, the share of the short side it takes, and
+    share: float = 1.0  # the filter that scales it: what its package says
+    filter: str = "lanczos"
 
     def describe(self, pixels: Tensor, scales: Sequence[float] = (1.0,)) -> Tensor:
         """Encode (n, h, w, 3) uint8 pixels → (n, D) float32 on the encoder's device, without waiting for it.
@@ -129,6 +144,8 @@ def open_encoder(spec: EncoderSpec, device: torch.device) -> Encoder:
     """Open the encoder on `device`. A .pth file runs no code; the two other kinds are code, for you to trust."""
     if spec.hook is not None:
         encoder = _open_hook(spec.hook, spec.hook_folder, device)
+    elif spec.model is not None:
+        encoder = _open_model(spec, device)
     else:
         encoder = _open_file(str(spec.checkpoint), device)
     return replace(encoder, mean=spec.mean or encoder.mean, std=spec.std or encoder.std)
@@ -170,6 +187,15 @@ def _open_checkpoint(data: bytes, uri: str, device: torch.device, digest: str) -
     fast.features.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's types lack it
     kind = f"{checkpoint.architecture} + GeM{' + whitening' if checkpoint.whitening else ''}"
     return Encoder(fast, device, kind, digest, checkpoint.mean, checkpoint.std, power, checkpoint.post_whitening)
+
+
+def _open_model(spec: EncoderSpec, device: torch.device) -> Encoder:
+    from lattqe.extraction.backbones import open_backbone
+
+    opened, data = open_backbone(str(spec.model), spec.weights, spec.pool, device)
+    return Encoder(_one_tensor(opened.network), device, f"{spec.model}, pooling {opened.pool}",
+                   xxhash.xxh3_128_hexdigest(data), opened.mean, opened.std, side=opened.side, share=opened.share,
+                   filter=opened.filter)
 
 
 def find_hook_folder(hook: str) -> str | None:

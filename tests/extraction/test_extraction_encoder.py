@@ -120,7 +120,7 @@ def test_encoder_of_the_wrong_shape_is_named():
 
 def test_exactly_one_source_of_the_encoder():
     for wrong in ({}, {"checkpoint": "a.pth", "hook": "b:c"}):
-        with pytest.raises(LattqeError, match="either --checkpoint FILE or --encoder"):
+        with pytest.raises(LattqeError, match="give one of --checkpoint FILE"):
             EncoderSpec(**wrong)
 
 

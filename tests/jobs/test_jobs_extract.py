@@ -341,7 +341,7 @@ def test_killed_driver_is_continued_to_the_same_bytes(tmp_path, monkeypatch, run
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["IMAGES", "--to", "OUT"], "either --checkpoint FILE or --encoder"),
+    (["IMAGES", "--to", "OUT"], "without a network there are no descriptors"),
     (["IMAGES", "--to", "OUT", "--encoder", "nothing:at_all"], "ModuleNotFoundError"),
     (["IMAGES", "--to", "OUT", "--checkpoint", "IMAGES/a/000.png"], "refused, it is not a file of plain tensors"),
     (["NOWHERE", "--to", "OUT", *TINY], "there are no images at"),
