@@ -47,6 +47,7 @@ class LAttQEConfig:
     relation_bias: bool = False  # attention logits biased by the similarity of the two vectors; not in the paper
     relational: bool = False  # tokens carry relations, weights are signed and start at a prior: see relational.py
     background: int = 0  # relational: depth of the list whose mean is taken away, the paper's {d}⁻; 0: none
+    gated: bool = False  # relational: weights are gates that can close, tokens read the whole list: see gated.py
 
     # The weights
     power_start: float | None = None  # start of a learned power of the cosine, sign kept; None: the cosine itself
@@ -91,6 +92,9 @@ class LAttQEConfig:
         """Refuse tokens that carry nothing or cannot be told apart."""
         if self.background and not self.relational:
             raise LattqeError("a background is for relational tokens: set relational, or background to 0")
+        if self.gated and not (self.relational and self.background and self.relation_bias) or self.gated and self.visual:
+            raise LattqeError("a gated network reads relations of a list: set relational and relation_bias, a background "
+                              "such as 256, and visual to false")
         if self.relational:
             return
         if not (self.visual or self.positional or self.similarity):
@@ -105,6 +109,11 @@ class LAttQEConfig:
     def token_width(self) -> int:
         """Width of the tokens."""
         return self.dim if self.width is None else self.width
+
+    @property
+    def any_width(self) -> bool:
+        """Whether vectors of any number of columns will do: relations without content have no width."""
+        return self.relational and not self.visual
 
     @property
     def hidden(self) -> int:

@@ -15,6 +15,7 @@ from torch import nn
 from lattqe.errors import LattqeError
 from lattqe.model.config import LAttQEConfig
 from lattqe.model.encoder import Stack
+from lattqe.model.gated import GatedHead, GatedTokens, read
 from lattqe.model.head import Head, Output
 from lattqe.model.relational import RelationalTokens, SignedHead, background_share, relate
 from lattqe.model.tokens import Inputs, Tokens
@@ -28,12 +29,15 @@ class LAttQE(nn.Module):
     def __init__(self, config: LAttQEConfig | None = None) -> None:
         super().__init__()
         self.config = config or LAttQEConfig()
-        if self.config.relational:
+        if self.config.gated:
+            self.gated = GatedTokens(self.config)
+        elif self.config.relational:
             self.relational = RelationalTokens(self.config)
         else:
             self.tokens = Tokens(self.config)
         self.stack = Stack(self.config)
-        self.head: Head = SignedHead(self.config) if self.config.relational else Head(self.config)
+        self.head: Head | GatedHead = (GatedHead(self.config) if self.config.gated else
+                                       SignedHead(self.config) if self.config.relational else Head(self.config))
         self.metrics: dict[str, Any] = {}  # what was measured in training, where this network was loaded from
 
     def depth(self, k: int) -> int:
@@ -59,7 +63,13 @@ class LAttQE(nn.Module):
             valid = items.new_ones(items.shape[:2], dtype=torch.bool)
         if self.config.relational:
             return self._relate(items, valid, dba, min(k or self.config.max_k, self.config.max_k, items.shape[1] - 1))
+        assert isinstance(self.head, Head)
         return self.head(self.stack(self.tokens(items, valid)), valid, dba)
+
+    def check_width(self, columns: int) -> None:
+        """Refuse vectors of other than the training's width, unless the network sees no content and has no width."""
+        if columns != self.config.dim and not self.config.any_width:
+            raise LattqeError(f"vectors of {columns} columns, but this network was made for {self.config.dim}")
 
     def _relate(self, items: torch.Tensor, valid: torch.Tensor, dba: bool, k: int) -> Output:
         """The relational network: k neighbors are weighed, and the mean of the whole list is taken away.
@@ -67,14 +77,21 @@ class LAttQE(nn.Module):
         Not from database rows (dba): most of them are related to no query, and what they have in common with their
         surroundings is where they belong.
         """
-        assert isinstance(self.head, SignedHead)
-        share = background_share(valid, self.config.background or k)
+        depth = self.config.background or k
+        share = background_share(valid, depth)
         background = torch.bmm(share[:, None], items)[:, 0]
         seen, ok = items[:, : 1 + k], valid[:, : 1 + k]
-        relations = relate(seen, ok, background, ranks=self.config.positional)
-        tokens = self.relational(relations, seen, background)
-        x = self.stack(Inputs(tokens, relations.valid, torch.stack([relations.cosines, relations.centred])))
-        found = self.head.signed(x, relations, dba)
+        if isinstance(self.head, GatedHead):
+            scores = torch.bmm(items[:, 1 : 1 + max(depth, k)], items[:, 0, :, None])[..., 0]
+            reading = read(seen, ok, background, scores, valid[:, 1 : 1 + max(depth, k)])
+            x = self.gated(reading, self.stack)
+            found = self.head(x, reading, ok, dba)
+        else:
+            assert isinstance(self.head, SignedHead)
+            relations = relate(seen, ok, background, ranks=self.config.positional)
+            tokens = self.relational(relations, seen, background)
+            x = self.stack(Inputs(tokens, relations.valid, torch.stack([relations.cosines, relations.centred])))
+            found = self.head.signed(x, relations, dba)
         if dba:
             return dataclasses.replace(found, weights=F.pad(found.weights, (0, items.shape[1] - 1 - k)))
         length = torch.bmm(found.weights[:, None], seen)[:, 0].norm(dim=1, keepdim=True)

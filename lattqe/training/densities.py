@@ -1,0 +1,253 @@
+"""Worlds of every density: classes of two images or of hundreds, with and without distractors, in many spaces.
+
+A network that has met only large classes averages whatever it finds; where one image in ten thousand is relevant, that
+destroys the result. Here each batch is a world of its own: one set or several, at one of several widths, sometimes whitened
+otherwise, noisy or rounded, sometimes synthetic landmarks; its classes are whole, or each is cut to a number of its
+own, or all of one set's are cut to the same number while the others stay whole as distractors.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lattqe.training.batch import Batch
+from lattqe.training.config import TrainingConfig
+from lattqe.training.data import TrainingData
+from lattqe.training.randomness import Stream, generator
+from lattqe.training.tuples import Members, draw_k
+
+WHOLE = 1 << 30  # a class that is not cut
+FEWEST_CLASSES = 6  # a world of fewer has hardly a wrong neighbor to tell from a right one
+FEWEST_ROWS = 400  # of a world, where the set has as many
+ONE_SET = 0.35  # share of the worlds that are made of one set; the others mix two or more
+# Shares of the ways in which classes are cut; what is left: a random part of the classes is cut.
+ALL_WHOLE, ONE_SET_CUT, EACH_CUT = 0.25, 0.35, 0.2
+MOST_CUT = 25  # images of a class in worlds where one set is cut
+WHITENED, NOISY, ROUNDED = 0.2, 0.15, 0.1  # shares of the worlds whose space is altered
+SYNTHETIC_WIDTHS = (64, 128, 256, 512)
+
+
+class Pool(NamedTuple):
+    """Rows to draw worlds from: vectors (n, D), labels (n,), the set of each row (n,) and each column's spread (D,)."""
+
+    vectors: NDArray[np.floating]
+    labels: NDArray[np.int64]
+    sets: NDArray[np.int64]
+    spread: NDArray[np.floating]
+
+
+@dataclass(frozen=True)
+class World:
+    """vectors (m, D) float32 of unit length, labels (m,) 0..classes-1, and the classes that are asked for (classes,)."""
+
+    vectors: NDArray[np.float32]
+    labels: NDArray[np.int64]
+    asked: NDArray[np.bool_]
+
+
+class DensitySampler:
+    """A batch is a world and some queries of it: a pure function of (seed, step)."""
+
+    def __init__(self, data: TrainingData, config: TrainingConfig) -> None:
+        self.data, self.config = data, config
+        self.widths = [width for width in config.widths if width < data.dim] + [data.dim]
+
+    @cached_property
+    def spreads(self) -> list[NDArray[np.floating]]:
+        """Standard deviation (D,) of each column of each set."""
+        return [self.data.vectors[start:stop].astype(np.float32).std(axis=0)
+                for start, stop in zip(self.data.bounds, self.data.bounds[1:])]
+
+    @cached_property
+    def synthetic(self) -> list[Pool]:
+        """Landmarks that nothing but a seed is needed for."""
+        from lattqe.datasets.synthetic import SyntheticWorld
+
+        pools = []
+        for number, width in enumerate(SYNTHETIC_WIDTHS):
+            split = SyntheticWorld(seed=1 + number, dim=width).split("train")
+            vectors = split.vectors()
+            pools.append(Pool(vectors, split.labels().astype(np.int64), np.zeros(len(vectors), np.int64),
+                              vectors.std(axis=0)))
+        return pools
+
+    def pool(self, rng: np.random.Generator) -> Pool:
+        """The rows of one set or of several, or a synthetic world."""
+        if rng.random() < self.config.synthetic:
+            return self.synthetic[rng.integers(len(self.synthetic))]
+        sets = len(self.data.bounds) - 1
+        several = 1 if sets == 1 or rng.random() < ONE_SET else int(rng.integers(2, sets + 1))
+        chosen = rng.permutation(sets)[:several]
+        width = int(rng.choice(self.widths))
+        ranges = [np.arange(self.data.bounds[s], self.data.bounds[s + 1]) for s in chosen]
+        rows = np.concatenate(ranges)
+        return Pool(self.data.vectors[rows, :width], self.data.labels[rows],
+                    np.repeat(np.arange(several), [len(r) for r in ranges]),
+                    np.mean([self.spreads[s][:width] for s in chosen], axis=0))
+
+    def world(self, rng: np.random.Generator, most: int) -> World:
+        """Some rows of a pool, at most `most` of them."""
+        pool = self.pool(rng)
+        order = rng.permutation(len(pool.labels))
+        classes, first, inverse, sizes = np.unique(
+            pool.labels[order], return_index=True, return_inverse=True, return_counts=True)
+        limit, asked = _limits(rng, sizes, pool.sets[order][first])
+        by_class = np.argsort(inverse, kind="stable")
+        place = np.empty(len(order), dtype=np.int64)  # of a row among the rows of its class, in random order
+        place[by_class] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        kept = np.flatnonzero(place < limit[inverse])
+        kept = _shrunk(rng, kept, inverse, np.minimum(sizes, limit), limit, most)
+        present, labels = np.unique(inverse[kept], return_inverse=True)
+        vectors = _altered(rng, pool.vectors[order[kept]].astype(np.float32), pool.spread)
+        return World(vectors, labels, asked[present])
+
+    def batch(self, step: int, part: slice) -> Batch:
+        """The queries `part` of this step; every worker draws and searches for all, so that all agree on near ties."""
+        config, rng = self.config, generator(self.config.seed, Stream.SAMPLING, step)
+        hops = bool(config.hop_every) and step % config.hop_every == 0
+        while True:
+            world = self.world(rng, config.hop_rows if hops else config.world_rows)
+            if (np.bincount(world.labels)[world.asked] >= 2).any():
+                break
+        queries = _queries(rng, world, config.batch)
+        return self._through_hops(rng, world, queries, part) if hops else self._search(rng, world, queries, part)
+
+    def _search(self, rng: np.random.Generator, world: World, queries: NDArray[np.int64], part: slice) -> Batch:
+        """Queries that search the world they are part of, leaving themselves out."""
+        config, rows = self.config, len(world.labels)
+        k, depth = (min(wanted, rows - 1) for wanted in (draw_k(config, rng), config.network.background))
+        depth = max(k, depth)
+        positive = Members(world.labels).others(queries, rng.random((config.batch, config.positives)))
+        vectors = torch.from_numpy(world.vectors)
+        scores = vectors[queries] @ vectors.T
+        scores[torch.arange(len(queries)), queries] = -2  # below every cosine
+        near = scores.topk(depth).indices.numpy()[part]
+        queries, positive = queries[part], positive[part]
+        own = world.labels[queries, None]
+        return Batch(
+            items=vectors[np.concatenate((queries[:, None], near), axis=1)],
+            valid=torch.ones(len(queries), 1 + depth, dtype=torch.bool),
+            relevant=torch.from_numpy(world.labels[near] == own),
+            positives=vectors[positive],
+            candidates=vectors,
+            same=torch.from_numpy(world.labels == own),
+            usable=torch.from_numpy(np.arange(rows) != queries[:, None]),
+            queries=config.batch,
+            k=k,
+            positive_rows=torch.from_numpy(positive),
+        )
+
+    def _through_hops(self, rng: np.random.Generator, world: World, queries: NDArray[np.int64], part: slice) -> Batch:
+        """Queries that are taken out of the world, which is augmented before they search it."""
+        config = self.config
+        members = Members(world.labels)
+        outside = np.zeros(len(world.labels), dtype=bool)
+        outside[_one_of_each(world.labels, queries)] = True
+        number = np.cumsum(~outside) - 1
+        # A query that stays in the world searches it as its nearest copy outside would: with its own class's query.
+        queries = _outside_of_class(world.labels, outside, queries)
+        positive = members.others(queries, rng.random((config.batch, config.positives)))
+        labels, vectors = world.labels[~outside], torch.from_numpy(world.vectors[~outside])
+        asked = torch.from_numpy(world.vectors[queries[part]])
+        own, positive = world.labels[queries[part], None], number[positive[part]]
+        same = torch.from_numpy(labels == own)
+        return Batch(
+            items=asked[:, None], valid=torch.ones(len(asked), 1, dtype=torch.bool),
+            relevant=torch.zeros(len(asked), 0, dtype=torch.bool), positives=vectors[positive], candidates=vectors,
+            same=same, usable=torch.ones_like(same), queries=config.batch,
+            k=min(draw_k(config, rng), len(vectors) - 1), positive_rows=torch.from_numpy(positive),
+            labels=torch.from_numpy(labels), hops=int(rng.integers(config.hops - 1, config.hops + 2)),
+            row_k=min(int(rng.integers(config.hop_k // 2, config.hop_k + 1)), len(vectors) - 1),
+        )
+
+
+def _limits(rng: np.random.Generator, sizes: NDArray[np.int64], sets: NDArray[np.int64],
+            ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """How many images of each class (classes,) the world has, and which classes (classes,) are asked for."""
+    count = len(sizes)
+    present = rng.random(count) < rng.uniform(0.3, 1)
+    if present.sum() < FEWEST_CLASSES:
+        present[:] = True
+    limit, asked, way = np.full(count, WHOLE), np.ones(count, dtype=bool), rng.random()
+    if ALL_WHOLE <= way < ALL_WHOLE + ONE_SET_CUT:
+        asked = sets == 0
+        m = 1 + np.exp(rng.uniform(0, np.log(MOST_CUT)))
+        cut = np.full(count, m) if rng.random() < 0.7 else np.maximum(2, m * np.exp(rng.normal(0, 0.5, count)))
+        limit = np.where(asked, cut, limit).astype(np.int64)
+        present |= rng.random(count) < 0.5
+    elif ALL_WHOLE + ONE_SET_CUT <= way < ALL_WHOLE + ONE_SET_CUT + EACH_CUT:
+        limit = np.exp(rng.uniform(np.log(2), np.log(257), count)).astype(np.int64)
+    elif way >= ALL_WHOLE + ONE_SET_CUT + EACH_CUT:
+        some = rng.random(count) < rng.uniform(0.3, 0.9)
+        draws = rng.uniform(np.log(2), np.log(18), count)
+        limit = np.where(some, np.exp(draws if rng.random() < 0.5 else draws[0]).astype(np.int64), limit)
+    return np.where(present, limit, 0), asked
+
+
+def _shrunk(rng: np.random.Generator, kept: NDArray[np.int64], inverse: NDArray[np.int64], sizes: NDArray[np.int64],
+            limit: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Rows (m,) reduced to a random number: whole classes go, or rows of classes that are not cut, so that cuts stay."""
+    target = int(np.exp(rng.uniform(np.log(min(FEWEST_ROWS, most)), np.log(most))))
+    if len(kept) > target and rng.random() < 0.6:
+        order = rng.permutation(len(sizes))
+        fits = max(FEWEST_CLASSES, int((np.cumsum(sizes[order]) <= target).sum()))
+        stays = np.zeros(len(sizes), dtype=bool)
+        stays[order[:fits]] = True
+        kept = kept[stays[inverse[kept]]]
+    surplus = len(kept) - target
+    if surplus > 0:
+        whole = np.flatnonzero(limit[inverse[kept]] == WHOLE)
+        goes = rng.permutation(whole)[:surplus] if len(whole) > surplus else rng.permutation(len(kept))[:surplus]
+        kept = np.delete(kept, goes)
+    return kept
+
+
+def _altered(rng: np.random.Generator, x: NDArray[np.float32], spread: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Vectors (m, D) as another descriptor would give them: whitened more or less, noisy, or rounded to few bits."""
+    if rng.random() < WHITENED:
+        x = x * np.maximum(spread, 1e-4) ** rng.uniform(-0.5, 0.8)
+    x = _unit(x)
+    way = rng.random()
+    if way < NOISY:
+        x = _unit(x + rng.standard_normal(x.shape, dtype=np.float32) * rng.uniform(0.1, 0.8) / np.sqrt(x.shape[1]))
+    elif way < NOISY + ROUNDED:
+        step = np.abs(x).max() / rng.choice([2, 4, 8])
+        x = _unit(np.round(x / step) * step + 1e-6)  # a row that rounds to zero is a row that all others resemble
+    return x
+
+
+def _unit(x: NDArray[np.floating]) -> NDArray[np.float32]:
+    return (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)).astype(np.float32)
+
+
+def _queries(rng: np.random.Generator, world: World, count: int) -> NDArray[np.int64]:
+    """Rows (count,) of asked classes of two images or more, classes in turn so that small ones are asked as often."""
+    sizes = np.bincount(world.labels)
+    able = np.flatnonzero(world.asked & (sizes >= 2))
+    turns = np.concatenate([rng.permutation(able) for _ in range(-(-count // len(able)))])[:count]
+    order = rng.permutation(len(world.labels))
+    by_class = order[np.argsort(world.labels[order], kind="stable")]
+    first = np.cumsum(sizes) - sizes
+    again = np.zeros(len(sizes), dtype=np.int64)
+    rows = []
+    for label in turns:
+        rows.append(by_class[first[label] + again[label] % sizes[label]])
+        again[label] += 1
+    return np.array(rows)
+
+
+def _one_of_each(labels: NDArray[np.int64], queries: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The first query of each class: taking out more could leave a class empty."""
+    return queries[np.unique(labels[queries], return_index=True)[1]]
+
+
+def _outside_of_class(labels: NDArray[np.int64], outside: NDArray[np.bool_], queries: NDArray[np.int64],
+                      ) -> NDArray[np.int64]:
+    """For each query (b,), the row of its class that was taken out."""
+    taken = np.full(labels.max() + 1, -1)
+    taken[labels[outside]] = np.flatnonzero(outside)
+    return taken[labels[queries]]
