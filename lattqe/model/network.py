@@ -20,6 +20,7 @@ from lattqe.model.head import Head, Output
 from lattqe.model.relational import RelationalTokens, SignedHead, background_share, relate
 from lattqe.model.tokens import Inputs, Tokens
 
+HOP_ALPHA = 0.9  # of networks that did not learn it
 VERSION = 1  # of what a saved network means; raised when the same tensors would give other weights
 
 
@@ -44,6 +45,11 @@ class LAttQE(nn.Module):
         """How many neighbors the network wants to see in order to weigh k of them."""
         return max(k, self.config.background)
 
+    @property
+    def alpha(self) -> torch.Tensor:
+        """Share of a hop over the graph that comes from the neighbors; learned by gated networks."""
+        return self.head.alpha if isinstance(self.head, GatedHead) else torch.tensor(HOP_ALPHA)
+
     def check_width(self, dim: int) -> None:
         """Refuse vectors of a length that this network was not made for."""
         if dim != self.config.dim:
@@ -65,6 +71,11 @@ class LAttQE(nn.Module):
             return self._relate(items, valid, dba, min(k or self.config.max_k, self.config.max_k, items.shape[1] - 1))
         assert isinstance(self.head, Head)
         return self.head(self.stack(self.tokens(items, valid)), valid, dba)
+
+    @property
+    def alpha(self) -> torch.Tensor:
+        """Share of a hop over the graph that comes from the neighbors; learned by gated networks."""
+        return self.head.alpha if isinstance(self.head, GatedHead) else torch.tensor(HOP_ALPHA)
 
     def check_width(self, columns: int) -> None:
         """Refuse vectors of other than the training's width, unless the network sees no content and has no width."""

@@ -10,7 +10,7 @@ from lattqe.errors import LattqeError
 from lattqe.model import LAttQEConfig
 
 CHOICES = {
-    "sampler": ("tuples", "worlds"),
+    "sampler": ("tuples", "worlds", "densities"),
     "schedule": ("exponential", "cosine"),
     "optimizer": ("adam", "adamw"),
     "k_draw": ("uniform", "log"),
@@ -45,6 +45,12 @@ class TrainingConfig:
     world_classes: float = 0.2  # worlds: smallest share of a set's classes that are present
     world_images: float = 0.3  # worlds: smallest share of those classes' images that are present
     world_rows: int = 3_000  # worlds: largest number of images; more cost time and teach the same
+    widths: tuple[int, ...] = (64, 96, 128, 192, 256, 384)  # densities: first columns taken, beside all of them
+    synthetic: float = 0.15  # densities: share of worlds of synthetic landmarks, which are long rows and no blobs
+    hop_every: int = 0  # densities: of so many batches one is a world augmented through hops; 0: none
+    hop_rows: int = 700  # its rows at most, all of which go through the network
+    hop_k: int = 32  # its neighbors of each row at most; half as many at least
+    hops: int = 4  # one less or one more at random
 
     # Losses: the weight of each; 0 leaves it out
     contrastive: float = loss(1.0)
@@ -55,9 +61,11 @@ class TrainingConfig:
     listwise_temperature: float = 0.05
     smooth_ap: float = loss(0.0)
     smooth_ap_temperature: float = 0.02
+    smooth_ap_spread: float = 0.0  # instead of the temperature, this share of the spread of each query's similarities
     auxiliary: float = loss(0.5)  # the paper gives no balance; the two losses then have about equal gradients at start
 
     # Optimisation
+    accumulate: int = 1  # batches of one update; worlds differ so much that one alone says little
     optimizer: str = "adam"
     learning_rate: float = 1e-4
     schedule: str = "exponential"  # learning_rate · decay^epoch; "cosine": down to a fiftieth over all the steps
@@ -82,6 +90,9 @@ class TrainingConfig:
     validate_k: tuple[int, ...] = (32, 64)  # the best of them decides which weights are kept
     choose_qe: tuple[int, ...] = (4, 8, 16, 32, 48, 64, 96, 128)  # nQE is chosen among these
     choose_dba: tuple[int, ...] = (4, 8, 16, 32, 48, 64)  # and nDBA among these
+    choose_hops: tuple[int, ...] = (1,)  # and the number of hops among these
+    validate_densities: tuple[int, ...] = ()  # relevant images to which validation sets are also cut, the other sets
+    #                                           being distractors; the mean over all of these decides
     shared_labels: bool = False  # True: equal labels mean equal classes across sets; else each set has its own
 
     def __post_init__(self) -> None:
@@ -99,6 +110,11 @@ class TrainingConfig:
                               "set network.max_k")
         if not any(getattr(self, name) for name in RANKING_LOSSES):
             raise LattqeError(f"no ranking loss: give one of {', '.join(RANKING_LOSSES)} a weight")
+        if self.sampler == "densities" and (not self.network.gated or self.temperature_steps):
+            raise LattqeError("sampler densities trains gated networks, which have no temperature: set network.gated=true "
+                              "and temperature_steps=0")
+        if self.network.gated and self.sampler == "tuples":
+            raise LattqeError("a gated network learns from worlds: set sampler=densities or worlds")
         if self.temperature_on == "worlds" and self.sampler != "worlds":
             raise LattqeError("temperature_on worlds needs sampler worlds: set both")
         if self.auxiliary and self.network.auxiliary == "none":
@@ -107,25 +123,32 @@ class TrainingConfig:
     def _check_numbers(self) -> None:
         """Refuse numbers outside their range, by name."""
         for name in ("batch", "slots", "k_min", "positives", "pool", "pool_steps", "world_rows", "negatives",
-                     "epoch_steps", "validate_every", "checkpoint_every", "temperature_k", "temperature_rows"):
+                     "epoch_steps", "validate_every", "checkpoint_every", "temperature_k", "temperature_rows",
+                     "accumulate", "hop_rows", "hop_k", "hops"):
             if getattr(self, name) < 1:
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a whole number from 1")
-        for name in ("seed", "steps", "warmup", "temperature_steps", "clip", "weight_decay", "margin", *LOSSES):
+        for name in ("seed", "steps", "warmup", "temperature_steps", "clip", "weight_decay", "margin", "hop_every",
+                     "smooth_ap_spread", *LOSSES):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a number from 0")
         for name in ("learning_rate", "relation_rate", "temperature_rate", "decay", "listwise_temperature",
                      "smooth_ap_temperature"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a number above 0")
-        for name in ("drop_max", "ema"):
+        for name in ("drop_max", "ema", "synthetic"):
             if not 0 <= getattr(self, name) < 1:
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a share from 0 to below 1")
         for name in ("world_classes", "world_images"):
             if not 0 < getattr(self, name) <= 1:
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a share above 0")
-        for name in ("validate_k", "choose_qe", "choose_dba"):
+        for name in ("validate_k", "choose_qe", "choose_dba", "choose_hops", "widths"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:
-                raise LattqeError(f"{name} is {getattr(self, name)}: give numbers of neighbors from 1")
+                raise LattqeError(f"{name} is {getattr(self, name)}: give whole numbers from 1")
+        if any(m < 1 for m in self.validate_densities):
+            raise LattqeError(f"validate_densities is {self.validate_densities}: give numbers of images from 1")
+        for name in ("steps", "validate_every", "checkpoint_every"):
+            if getattr(self, name) % self.accumulate:
+                raise LattqeError(f"{name} is {getattr(self, name)}: use a multiple of accumulate ({self.accumulate})")
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""

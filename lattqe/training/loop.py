@@ -9,6 +9,7 @@ import torch
 
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE
+from lattqe.model.head import Head
 from lattqe.store import open_place
 from lattqe.training import data, validation
 from lattqe.training.batch import Sampler
@@ -16,6 +17,7 @@ from lattqe.training.checkpoint import Checkpoints, State
 from lattqe.training.config import TrainingConfig
 from lattqe.training.curves import learning_curve, tensorboard_events
 from lattqe.training.data import TrainingData
+from lattqe.training.densities import DensitySampler
 from lattqe.training.plan import Plan
 from lattqe.training.prefetch import prefetched
 from lattqe.training.randomness import Stream, torch_seed
@@ -24,6 +26,8 @@ from lattqe.training.team import Team
 from lattqe.training.tuples import TupleSampler
 from lattqe.training.worlds import WorldSampler
 
+SAMPLERS: dict[str, Callable[[TrainingData, TrainingConfig], Sampler]] = {
+    "tuples": TupleSampler, "worlds": WorldSampler, "densities": DensitySampler}
 EVENTS, CURVE = "tensorboard/events.out.tfevents.lattqe", "learning_curve.svg"
 
 
@@ -53,7 +57,7 @@ def new_network(plan: Plan) -> LAttQE:
 
 def make_sampler(training: TrainingData, config: TrainingConfig) -> Sampler:
     """The sampler that the configuration names."""
-    return WorldSampler(training, config) if config.sampler == "worlds" else TupleSampler(training, config)
+    return SAMPLERS[config.sampler](training, config)
 
 
 class Training:
@@ -74,9 +78,16 @@ class Training:
         """Do what is not done yet, and publish the model."""
         network = new_network(self.plan)
         if self.state.stage == "network":
-            self._run_stage(Stage(network, self.config, self.team), self.config.steps, "temperature")
+            following = "choice" if self.config.network.gated else "temperature"
+            self._run_stage(Stage(network, self.config, self.team), self.config.steps, following)
             self._agree()
         network.load_state_dict(self.checkpoints.tensors(self.state, "best"))
+        if not self.config.network.gated:  # gates of rows are trained with the rest
+            self._run_temperature(network)
+        self._publish(network, self._choose(network))
+
+    def _run_temperature(self, network: LAttQE) -> None:
+        """Do what is not done of the second stage."""
         stage = Stage(network, self.config, self.team, dba=True)
         if self.config.temperature_on == "worlds":  # smaller ones: all of their rows are expanded in each update
             self.sampler = make_sampler(self.training, replace(self.config, world_rows=self.config.temperature_rows))
@@ -84,7 +95,6 @@ class Training:
             self._run_stage(stage, self.total, "choice")
         else:
             stage.restore(self.checkpoints.tensors(self.state, "last"))
-        self._publish(network, self._choose(network))
 
     def _agree(self) -> None:
         """Wait until the leader has written, and read it: only the leader knows the names of its files."""
@@ -128,7 +138,7 @@ class Training:
         state = self.state
         last = step == (self.total if stage.dba else self.config.steps)
         entry: dict[str, Any] = {"step": step, "stage": state.stage, "time": time.time(), **losses,
-                                 "temperature": stage.network.head.temperature.item()}
+                                 **_learned(stage.network)}
         roles = {}
         if not stage.dba and (last or step % self.config.validate_every == 0):
             entry["map"] = validation.validate(stage.kept, self.sets, self.config.validate_k, self.team)
@@ -175,12 +185,19 @@ class Training:
         if not self.team.leads:
             return
         state = self.state
-        metrics = {**chosen, "best": state.best, "temperature": network.head.temperature.item(),
+        metrics = {**chosen, "best": state.best, **_learned(network),
                    "seconds": time.monotonic() - self.started, "images": self.training.rows,
                    "classes": len(self.training.class_sizes),
                    "classes_of_one_image": self.training.skipped, "history": state.history}
         self.place.write(CURVE, learning_curve(state.history))
         network.save(self.plan.destination, metrics, training=self.plan.training, inputs=self.plan.inputs)
+
+
+def _learned(network: LAttQE) -> dict[str, float]:
+    """The one number that says how database rows are treated: the softmax's temperature, or a hop's α."""
+    if isinstance(network.head, Head):
+        return {"temperature": network.head.temperature.item()}
+    return {"alpha": network.alpha.item()}
 
 
 def train(plan: Plan, team: Team | None = None, report: Report = lambda progress: None) -> None:

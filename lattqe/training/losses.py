@@ -48,9 +48,12 @@ def smooth_ap(expanded: torch.Tensor, batch: Batch, config: TrainingConfig) -> t
 
     A positive's rank is a sum of sigmoids over all candidates; itself among them counts one half, hence the other half.
     """
-    sharp = expanded / config.smooth_ap_temperature
-    scores = sharp @ batch.candidates.T
-    own = (sharp[:, None] * batch.positives).sum(-1)
+    scores = expanded @ batch.candidates.T
+    temperature: float | torch.Tensor = config.smooth_ap_temperature
+    if config.smooth_ap_spread:  # spaces differ in how far apart similarities are
+        temperature = (config.smooth_ap_spread * scores.detach().std(1, keepdim=True)).clamp(min=0.004)
+    scores = scores / temperature
+    own = (expanded[:, None] * batch.positives).sum(-1) / temperature
     above = torch.sigmoid(scores[:, None] - own[..., None])  # (b, p, m): passes over it are what this loss costs
     counted = torch.stack([batch.usable, batch.usable & batch.same], dim=2).to(above.dtype)
     rank, rank_among_positives = (above @ counted + 0.5).unbind(2)

@@ -11,6 +11,7 @@ from torch import nn
 from lattqe.errors import LattqeError
 from lattqe.expansion.base import aggregate
 from lattqe.model import LAttQE
+from lattqe.training.augmented import in_augmented_world, through_hops
 from lattqe.training.batch import Batch
 from lattqe.training.checkpoint import Tensors, optimizer_tensors, restore_optimizer
 from lattqe.training.config import LOSSES, TrainingConfig
@@ -18,7 +19,6 @@ from lattqe.training.losses import total_loss
 from lattqe.training.randomness import SlotMasks, use_slot_dropout
 from lattqe.training.schedule import learning_rate, temperature_rate
 from lattqe.training.team import Team
-from lattqe.training.temperature import in_augmented_world
 
 
 class NotFiniteError(LattqeError):
@@ -44,7 +44,9 @@ class Stage:
             parameter: name for name, parameter in network.named_parameters() if parameter.requires_grad}
         self.optimizer = _optimizer(self.names, self.config)
         self.rate = partial(temperature_rate if dba else learning_rate, config)
-        self.wrapped = network if dba else team.wrap(network)
+        # One number is not worth a wrapper, and which parameters a gated network uses depends on the batch.
+        self.averages = dba or network.config.gated
+        self.wrapped = network if self.averages else team.wrap(network)
 
     @property
     def kept(self) -> LAttQE:
@@ -52,16 +54,19 @@ class Stage:
         return self.network if self.average is None else self.average
 
     def update(self, step: int, batch: Batch) -> torch.Tensor:
-        """One update; returns the loss and its parts over the global batch, (1 + parts,)."""
+        """One batch, and the update after the last of `accumulate`; returns the loss and its parts, (1 + parts,)."""
         self.network.train(not self.dba)
         self.masks.begin(step)
         loss, parts = self._loss(batch)
-        (loss * self.team.size).backward()  # gradients are averaged over the workers; the loss is a share of a sum
-        if self.dba:  # one number: not worth a wrapper
+        # Gradients are averaged over the workers; the loss is a share of a sum.
+        (loss * (self.team.size / self.config.accumulate)).backward()
+        values = self.team.total(torch.stack([loss.detach(), *parts.values()]))
+        if (step + 1) % self.config.accumulate:
+            return values
+        if self.averages:
             for parameter in self.names:
                 if parameter.grad is not None:
                     parameter.grad = self.team.total(parameter.grad) / self.team.size
-        values = self.team.total(torch.stack([loss.detach(), *parts.values()]))
         norm = nn.utils.clip_grad_norm_(list(self.names), self.config.clip or float("inf"))
         if not torch.isfinite(norm + values.sum()):
             raise NotFiniteError(f"at step {step} the loss became {values[0].item():g}, its gradient {norm.item():g}")
@@ -69,7 +74,7 @@ class Stage:
             group["lr"] = self.rate(step) * group.get("times", 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._follow(step)
+        self._follow(step // self.config.accumulate)
         return values
 
     def _loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -77,6 +82,12 @@ class Stage:
         if self.dba and self.config.temperature_on == "worlds":
             expanded, augmented = in_augmented_world(self.network, batch, self.config.temperature_k)
             return total_loss(expanded, None, augmented, self.config)
+        if batch.hops:
+            expanded, logits, augmented, rows_loss = through_hops(self.network, batch)
+            loss, parts = total_loss(expanded, logits, augmented, self.config)
+            if "auxiliary" in parts:  # every worker has all rows
+                loss = loss + self.config.auxiliary * rows_loss / self.team.size
+            return loss, parts
         output = self.wrapped(batch.items, batch.valid, dba=self.dba, k=batch.k)
         return total_loss(aggregate(output.weights, batch.items), output.auxiliary, batch, self.config)
 
@@ -117,7 +128,7 @@ def _trained(name: str, config: TrainingConfig, dba: bool) -> bool:
     temperature = name == "head.log_temperature"
     if dba:
         return temperature
-    unused = not config.auxiliary and name.startswith(("head.linear.", "head.scale_bias"))
+    unused = not config.auxiliary and name.startswith(("head.linear.", "head.scale_bias", "head.relevance."))
     return not temperature and not unused
 
 
