@@ -92,9 +92,10 @@ class LAttQEConfig:
         """Refuse tokens that carry nothing or cannot be told apart."""
         if self.background and not self.relational:
             raise LattqeError("a background is for relational tokens: set relational, or background to 0")
-        if self.gated and not (self.relational and self.background and self.relation_bias) or self.gated and self.visual:
-            raise LattqeError("a gated network reads relations of a list: set relational and relation_bias, a background "
-                              "such as 256, and visual to false")
+        reads = self.relational and self.background and self.relation_bias and not self.visual
+        if self.gated and not reads:
+            raise LattqeError("a gated network reads relations of a list: set relational and relation_bias, a "
+                              "background such as 256, and visual to false")
         if self.relational:
             return
         if not (self.visual or self.positional or self.similarity):

@@ -8,6 +8,7 @@ their own and a self-loop, learned through hops over the whole graph: a row with
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +25,25 @@ HEADS_OF_LIST = (3, 8)  # neighbors that are mostly right: likeness to them is t
 FRIENDS = 3  # nearest other neighbors: a relevant one has several near it, a chance hit none
 
 
+class WholeList(NamedTuple):
+    """What is known of lists beyond the neighbors that are weighed.
+
+    background (n, D): the mean of the list; scores (n, depth): similarities to the query by rank; scored (n, depth)
+    bool: False on padding.
+    """
+
+    background: torch.Tensor
+    scores: torch.Tensor
+    scored: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Reading:
     """What n lists of t = 1 + k items, and their background as token t, say of themselves.
 
-    features (n, t + 1, FEATURES), valid (n, t + 1) bool; relations (2, n, t + 1, t + 1): cosines of the tokens' vectors,
-    as they are and after taking the background away; standard (n, t + 1): similarity to the query in standard
-    deviations of the whole list.
+    features (n, t + 1, FEATURES), valid (n, t + 1) bool; relations (2, n, t + 1, t + 1): cosines of the tokens'
+    vectors, as they are and after taking the background away; standard (n, t + 1): similarity to the query in
+    standard deviations of the whole list.
     """
 
     features: torch.Tensor
@@ -39,13 +52,9 @@ class Reading:
     standard: torch.Tensor
 
 
-def read(items: torch.Tensor, valid: torch.Tensor, background: torch.Tensor, scores: torch.Tensor,
-         scored: torch.Tensor) -> Reading:
-    """Read lists: items (n, t, D), row 0 the query, valid (n, t) bool; background (n, D), the mean of the whole list.
-
-    scores (n, depth): similarities of the query to the whole list by rank; scored (n, depth) bool: False on padding.
-    """
-    n, t = items.shape[:2]
+def read(items: torch.Tensor, valid: torch.Tensor, whole: WholeList) -> Reading:
+    """Read lists: items (n, t, D), row 0 the query, valid (n, t) bool."""
+    (n, t), (background, scores, scored) = items.shape[:2], whole
     neighbors = valid.float()
     neighbors[:, 0] = 0
     count = neighbors.sum(1, keepdim=True).clamp(min=1)
@@ -147,7 +156,7 @@ class GatedHead(nn.Module):
         return self.alpha_logit.sigmoid()
 
     def forward(self, tokens: torch.Tensor, reading: Reading, valid: torch.Tensor, dba: bool) -> Output:
-        """Weights (n, t) of the items, the query's 1, a row's its self-loop; tokens (n, t + 1, W), valid (n, t) bool."""
+        """Weights (n, t) of the items, the query's 1, a row's its self-loop; tokens (n, t + 1, W), valid (n, t)."""
         gates = (self.rows if dba else self.queries)(tokens[:, 1:-1], reading.standard[:, 1:-1])
         own = F.softplus(2 * self.loop(tokens[:, 0]) - 1) if dba else torch.ones_like(tokens[:, 0, :1])
         weights = torch.cat([own, gates], dim=1).masked_fill(~valid, 0)

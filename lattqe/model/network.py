@@ -15,7 +15,7 @@ from torch import nn
 from lattqe.errors import LattqeError
 from lattqe.model.config import LAttQEConfig
 from lattqe.model.encoder import Stack
-from lattqe.model.gated import GatedHead, GatedTokens, read
+from lattqe.model.gated import GatedHead, GatedTokens, WholeList, read
 from lattqe.model.head import Head, Output
 from lattqe.model.relational import RelationalTokens, SignedHead, background_share, relate
 from lattqe.model.tokens import Inputs, Tokens
@@ -50,11 +50,6 @@ class LAttQE(nn.Module):
         """Share of a hop over the graph that comes from the neighbors; learned by gated networks."""
         return self.head.alpha if isinstance(self.head, GatedHead) else torch.tensor(HOP_ALPHA)
 
-    def check_width(self, dim: int) -> None:
-        """Refuse vectors of a length that this network was not made for."""
-        if dim != self.config.dim:
-            raise LattqeError(f"vectors of {dim} columns, but this network was made for {self.config.dim}")
-
     def forward(
         self, items: torch.Tensor, valid: torch.Tensor | None = None, dba: bool = False, k: int | None = None
     ) -> Output:
@@ -72,42 +67,47 @@ class LAttQE(nn.Module):
         assert isinstance(self.head, Head)
         return self.head(self.stack(self.tokens(items, valid)), valid, dba)
 
-    @property
-    def alpha(self) -> torch.Tensor:
-        """Share of a hop over the graph that comes from the neighbors; learned by gated networks."""
-        return self.head.alpha if isinstance(self.head, GatedHead) else torch.tensor(HOP_ALPHA)
-
     def check_width(self, columns: int) -> None:
         """Refuse vectors of other than the training's width, unless the network sees no content and has no width."""
         if columns != self.config.dim and not self.config.any_width:
             raise LattqeError(f"vectors of {columns} columns, but this network was made for {self.config.dim}")
 
     def _relate(self, items: torch.Tensor, valid: torch.Tensor, dba: bool, k: int) -> Output:
-        """The relational network: k neighbors are weighed, and the mean of the whole list is taken away.
+        """The relational network on whole lists: k neighbors are weighed, and the mean of the list is taken away.
 
         Not from database rows (dba): most of them are related to no query, and what they have in common with their
         surroundings is where they belong.
         """
         depth = self.config.background or k
         share = background_share(valid, depth)
-        background = torch.bmm(share[:, None], items)[:, 0]
-        seen, ok = items[:, : 1 + k], valid[:, : 1 + k]
+        deep = slice(1, 1 + max(depth, k))
+        whole = WholeList(torch.bmm(share[:, None], items)[:, 0],
+                          torch.bmm(items[:, deep], items[:, 0, :, None])[..., 0], valid[:, deep])
+        found, beta = self.weigh(items[:, : 1 + k], valid[:, : 1 + k], whole, dba)
+        weights = F.pad(found.weights, (0, items.shape[1] - 1 - k))
+        return dataclasses.replace(found, weights=weights if dba else weights - beta[:, None] * share)
+
+    def weigh(self, items: torch.Tensor, valid: torch.Tensor, whole: WholeList, dba: bool = False,
+              ) -> tuple[Output, torch.Tensor]:
+        """Weights of lists whose vectors beyond the k weighed ones are not needed: items (n, 1 + k, D).
+
+        The item and its neighbors, expanded, are Σ w_i d_i for rows, and that less β times the background for queries:
+        their weights are scaled so that Σ w_i d_i has length 1. Returns the weights (n, 1 + k) and β (n,).
+        """
         if isinstance(self.head, GatedHead):
-            scores = torch.bmm(items[:, 1 : 1 + max(depth, k)], items[:, 0, :, None])[..., 0]
-            reading = read(seen, ok, background, scores, valid[:, 1 : 1 + max(depth, k)])
+            reading = read(items, valid, whole)
             x = self.gated(reading, self.stack)
-            found = self.head(x, reading, ok, dba)
+            found = self.head(x, reading, valid, dba)
         else:
             assert isinstance(self.head, SignedHead)
-            relations = relate(seen, ok, background, ranks=self.config.positional)
-            tokens = self.relational(relations, seen, background)
+            relations = relate(items, valid, whole.background, ranks=self.config.positional)
+            tokens = self.relational(relations, items, whole.background)
             x = self.stack(Inputs(tokens, relations.valid, torch.stack([relations.cosines, relations.centred])))
             found = self.head.signed(x, relations, dba)
         if dba:
-            return dataclasses.replace(found, weights=F.pad(found.weights, (0, items.shape[1] - 1 - k)))
-        length = torch.bmm(found.weights[:, None], seen)[:, 0].norm(dim=1, keepdim=True)
-        weights = F.pad(found.weights / length.clamp(min=1e-6), (0, items.shape[1] - 1 - k))
-        return dataclasses.replace(found, weights=weights - self.head.share(x)[:, None] * share)
+            return found, items.new_zeros(len(items))
+        length = torch.bmm(found.weights[:, None], items)[:, 0].norm(dim=1, keepdim=True)
+        return dataclasses.replace(found, weights=found.weights / length.clamp(min=1e-6)), self.head.share(x)
 
     def save(
         self,

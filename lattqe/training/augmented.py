@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from lattqe.expansion.base import aggregate
 from lattqe.model import LAttQE
+from lattqe.model.gated import WholeList
 from lattqe.training.batch import Batch
 
 BLOCK = 128  # rows expanded at once
@@ -46,32 +47,45 @@ def through_hops(network: LAttQE, batch: Batch) -> tuple[torch.Tensor, torch.Ten
     if batch.positive_rows is None or batch.labels is None:
         raise ValueError("the positives of the batch are not among its candidates")
     count = len(world)
-    near = _nearest(world, world, torch.arange(count, device=world.device), network.depth(batch.row_k))
+    itself = torch.arange(count, device=world.device)
+    scores, near = _ranked(world, world, network.depth(batch.row_k), itself)
     weights, losses = [], []
     for rows in torch.arange(count, device=world.device).split(BLOCK):
-        found = network(torch.cat([world[rows, None], world[near[rows]]], dim=1), dba=True, k=batch.row_k)
-        weights.append(found.weights[:, : 1 + batch.row_k])
+        items = torch.cat([world[rows, None], world[near[rows, : batch.row_k]]], dim=1)
+        found = network.weigh(items, _all(items), _whole(world, scores[rows], near[rows]), dba=True)[0]
+        weights.append(found.weights)
         if found.auxiliary is not None:
             relevant = batch.labels[near[rows, : batch.row_k]] == batch.labels[rows, None]
             losses.append(F.binary_cross_entropy_with_logits(found.auxiliary, relevant.float(), reduction="sum"))
     hopped = hop(torch.cat(weights), near[:, : batch.row_k], world, network.alpha, batch.hops)
     with torch.no_grad():
-        scores = batch.items[:, 0] @ hopped.T
-        found_rows = scores.topk(min(network.depth(batch.k), count)).indices
-    items = torch.cat([batch.items[:, :1], hopped[found_rows]], dim=1)
-    output = network(items.detach(), k=batch.k)
-    relevant = torch.gather(batch.same, 1, found_rows)
-    augmented = dataclasses.replace(batch, candidates=hopped, positives=hopped[batch.positive_rows], relevant=relevant,
-                                    valid=torch.ones(items.shape[:2], dtype=torch.bool, device=items.device))
+        scores, near = _ranked(batch.items[:, 0], hopped, network.depth(batch.k))
+    items = torch.cat([batch.items[:, :1], hopped[near[:, : batch.k]]], dim=1)
+    whole = _whole(hopped, scores, near)
+    # The network reads what is there; gradients reach the edges through the vectors that are summed and compared.
+    output, beta = network.weigh(items.detach(), _all(items), WholeList(*(each.detach() for each in whole)))
+    expanded = torch.bmm(output.weights[:, None], items)[:, 0] - beta[:, None] * whole.background
+    augmented = dataclasses.replace(
+        batch, candidates=hopped, positives=hopped[batch.positive_rows], valid=_all(items),
+        relevant=torch.gather(batch.same, 1, near[:, : batch.k]))
     rows_loss = torch.stack(losses).sum() / (count * batch.row_k) if losses else world.new_zeros(())
-    return aggregate(output.weights, items), output.auxiliary, augmented, rows_loss
+    return F.normalize(expanded, dim=-1), output.auxiliary, augmented, rows_loss
+
+
+def _all(items: torch.Tensor) -> torch.Tensor:
+    return torch.ones(items.shape[:2], dtype=torch.bool, device=items.device)
+
+
+def _whole(world: torch.Tensor, scores: torch.Tensor, near: torch.Tensor) -> WholeList:
+    """What lists near (n, depth) with scores (n, depth) are beyond the neighbors that are weighed."""
+    return WholeList(F.embedding_bag(near, world, mode="mean"), scores, torch.ones_like(scores, dtype=torch.bool))
 
 
 def hop(weights: torch.Tensor, near: torch.Tensor, x: torch.Tensor, alpha: torch.Tensor, hops: int) -> torch.Tensor:
     """H ← α S H + (1 - α) x, so many times from H = x, rows normalised: (n, D).
 
-    weights (n, 1 + k): of each row itself and of the edges to its neighbors near (n, k); S = (W + Wᵀ) / 2 with the self-
-    loops, rows adding up to 1. As a dense matrix, for worlds of some thousand rows; `lattqe.augmentation` has it sparse.
+    weights (n, 1 + k): of each row itself and of the edges to its neighbors near (n, k); S = (W + Wᵀ) / 2 with the
+    self-loops, rows adding up to 1. A dense matrix, for worlds of few rows; `lattqe.augmentation` has it sparse.
     """
     count = len(x)
     matrix = weights.new_zeros(count, count).scatter(1, near, weights[:, 1:].clamp(min=0))
@@ -85,9 +99,17 @@ def hop(weights: torch.Tensor, near: torch.Tensor, x: torch.Tensor, alpha: torch
 
 def _nearest(x: torch.Tensor, world: torch.Tensor, own: torch.Tensor, k: int) -> torch.Tensor:
     """The k nearest rows (n, k) of x (n, D) in the world (m, D), the own row (n,) excepted."""
+    return _ranked(x, world, k, own)[1]
+
+
+def _ranked(x: torch.Tensor, world: torch.Tensor, k: int, own: torch.Tensor | None = None,
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and rows (n, k) of the k nearest of x (n, D) in the world (m, D), the own row (n,) excepted."""
     scores = x @ world.T
-    scores[torch.arange(len(x), device=x.device), own] = -2  # below every cosine
-    return scores.topk(min(k, len(world) - 1)).indices
+    if own is not None:
+        scores[torch.arange(len(x), device=x.device), own] = -2  # below every cosine
+    found = scores.topk(min(k, len(world) - (own is not None)))
+    return found.values, found.indices
 
 
 def _expand(

@@ -17,8 +17,8 @@ class Batch:
     usable (b, m) bool: False for the query itself; queries: size of the global batch, what losses are divided by;
     k: how many of the neighbors are weighed one by one (a background may make the list longer);
     positive_rows (b, p): where the positives stand among the candidates, if they do.
-    hops: above 0, the candidates are augmented by so many hops over the graph of their row_k nearest before the queries,
-    which are no rows of theirs, search them; labels (m,) are the candidates'.
+    hops: above 0, the candidates are augmented by so many hops over the graph of their row_k nearest before the
+    queries, which are no rows of theirs, search them; labels (m,) are the candidates'.
     """
 
     items: torch.Tensor

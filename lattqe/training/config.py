@@ -93,6 +93,8 @@ class TrainingConfig:
     choose_hops: tuple[int, ...] = (1,)  # and the number of hops among these
     validate_densities: tuple[int, ...] = ()  # relevant images to which validation sets are also cut, the other sets
     #                                           being distractors; the mean over all of these decides
+    validate_widths: tuple[int, ...] = ()  # first columns at which that is done; none: all of them
+    validate_queries: int = 100  # of each set, at most, where sets are cut
     shared_labels: bool = False  # True: equal labels mean equal classes across sets; else each set has its own
 
     def __post_init__(self) -> None:
@@ -111,8 +113,8 @@ class TrainingConfig:
         if not any(getattr(self, name) for name in RANKING_LOSSES):
             raise LattqeError(f"no ranking loss: give one of {', '.join(RANKING_LOSSES)} a weight")
         if self.sampler == "densities" and (not self.network.gated or self.temperature_steps):
-            raise LattqeError("sampler densities trains gated networks, which have no temperature: set network.gated=true "
-                              "and temperature_steps=0")
+            raise LattqeError("sampler densities trains gated networks, which have no temperature: set "
+                              "network.gated=true and temperature_steps=0")
         if self.network.gated and self.sampler == "tuples":
             raise LattqeError("a gated network learns from worlds: set sampler=densities or worlds")
         if self.temperature_on == "worlds" and self.sampler != "worlds":
@@ -124,7 +126,7 @@ class TrainingConfig:
         """Refuse numbers outside their range, by name."""
         for name in ("batch", "slots", "k_min", "positives", "pool", "pool_steps", "world_rows", "negatives",
                      "epoch_steps", "validate_every", "checkpoint_every", "temperature_k", "temperature_rows",
-                     "accumulate", "hop_rows", "hop_k", "hops"):
+                     "accumulate", "hop_rows", "hop_k", "hops", "validate_queries"):
             if getattr(self, name) < 1:
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a whole number from 1")
         for name in ("seed", "steps", "warmup", "temperature_steps", "clip", "weight_decay", "margin", "hop_every",
@@ -144,8 +146,9 @@ class TrainingConfig:
         for name in ("validate_k", "choose_qe", "choose_dba", "choose_hops", "widths"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:
                 raise LattqeError(f"{name} is {getattr(self, name)}: give whole numbers from 1")
-        if any(m < 1 for m in self.validate_densities):
-            raise LattqeError(f"validate_densities is {self.validate_densities}: give numbers of images from 1")
+        for name in ("validate_densities", "validate_widths"):
+            if any(number < 1 for number in getattr(self, name)):
+                raise LattqeError(f"{name} is {getattr(self, name)}: give whole numbers from 1")
         for name in ("steps", "validate_every", "checkpoint_every"):
             if getattr(self, name) % self.accumulate:
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a multiple of accumulate ({self.accumulate})")

@@ -1,9 +1,9 @@
 """Worlds of every density: classes of two images or of hundreds, with and without distractors, in many spaces.
 
 A network that has met only large classes averages whatever it finds; where one image in ten thousand is relevant, that
-destroys the result. Here each batch is a world of its own: one set or several, at one of several widths, sometimes whitened
-otherwise, noisy or rounded, sometimes synthetic landmarks; its classes are whole, or each is cut to a number of its
-own, or all of one set's are cut to the same number while the others stay whole as distractors.
+destroys the result. Here each batch is a world of its own: one set or several, at one of several widths, sometimes
+whitened otherwise, noisy or rounded, sometimes synthetic landmarks; its classes are whole, or each is cut to a number
+of its own, or all of one set's are cut to the same number while the others stay whole as distractors.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ FEWEST_CLASSES = 6  # a world of fewer has hardly a wrong neighbor to tell from 
 FEWEST_ROWS = 400  # of a world, where the set has as many
 ONE_SET = 0.35  # share of the worlds that are made of one set; the others mix two or more
 # Shares of the ways in which classes are cut; what is left: a random part of the classes is cut.
-ALL_WHOLE, ONE_SET_CUT, EACH_CUT = 0.25, 0.35, 0.2
+ALL_WHOLE, ONE_SET_CUT, EACH_CUT = 0.25, 0.4, 0.2
 MOST_CUT = 25  # images of a class in worlds where one set is cut
 WHITENED, NOISY, ROUNDED = 0.2, 0.15, 0.1  # shares of the worlds whose space is altered
 SYNTHETIC_WIDTHS = (64, 128, 256, 512)
@@ -42,7 +42,7 @@ class Pool(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """vectors (m, D) float32 of unit length, labels (m,) 0..classes-1, and the classes that are asked for (classes,)."""
+    """vectors (m, D) float32 of unit length, labels (m,) 0..classes-1, which classes (classes,) are asked for."""
 
     vectors: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -93,7 +93,7 @@ class DensitySampler:
         """Some rows of a pool, at most `most` of them."""
         pool = self.pool(rng)
         order = rng.permutation(len(pool.labels))
-        classes, first, inverse, sizes = np.unique(
+        _, first, inverse, sizes = np.unique(
             pool.labels[order], return_index=True, return_inverse=True, return_counts=True)
         limit, asked = _limits(rng, sizes, pool.sets[order][first])
         by_class = np.argsort(inverse, kind="stable")
@@ -148,7 +148,7 @@ class DensitySampler:
         outside = np.zeros(len(world.labels), dtype=bool)
         outside[_one_of_each(world.labels, queries)] = True
         number = np.cumsum(~outside) - 1
-        # A query that stays in the world searches it as its nearest copy outside would: with its own class's query.
+        # One query of each class is taken out, more could leave it empty; of a class asked for twice it counts twice.
         queries = _outside_of_class(world.labels, outside, queries)
         positive = members.others(queries, rng.random((config.batch, config.positives)))
         labels, vectors = world.labels[~outside], torch.from_numpy(world.vectors[~outside])
@@ -175,7 +175,7 @@ def _limits(rng: np.random.Generator, sizes: NDArray[np.int64], sets: NDArray[np
     limit, asked, way = np.full(count, WHOLE), np.ones(count, dtype=bool), rng.random()
     if ALL_WHOLE <= way < ALL_WHOLE + ONE_SET_CUT:
         asked = sets == 0
-        m = 1 + np.exp(rng.uniform(0, np.log(MOST_CUT)))
+        m = 1 + np.exp(max(0.0, rng.uniform(-0.7, np.log(MOST_CUT))))  # a third of these: one image to be found
         cut = np.full(count, m) if rng.random() < 0.7 else np.maximum(2, m * np.exp(rng.normal(0, 0.5, count)))
         limit = np.where(asked, cut, limit).astype(np.int64)
         present |= rng.random(count) < 0.5
@@ -190,7 +190,7 @@ def _limits(rng: np.random.Generator, sizes: NDArray[np.int64], sets: NDArray[np
 
 def _shrunk(rng: np.random.Generator, kept: NDArray[np.int64], inverse: NDArray[np.int64], sizes: NDArray[np.int64],
             limit: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Rows (m,) reduced to a random number: whole classes go, or rows of classes that are not cut, so that cuts stay."""
+    """Rows (m,) reduced to a random number: classes go, or rows of classes that are not cut, so that cuts stay."""
     target = int(np.exp(rng.uniform(np.log(min(FEWEST_ROWS, most)), np.log(most))))
     if len(kept) > target and rng.random() < 0.6:
         order = rng.permutation(len(sizes))

@@ -71,6 +71,10 @@ class Training:
         self.training = data.load(plan.features, plan.graphs, plan.graph_k, self.config.shared_labels, plan.cache)
         self.sampler = make_sampler(self.training, self.config)
         self.sets = [validation.load_set(*pair, cache=plan.cache) for pair in plan.validation]
+        if self.config.validate_densities:
+            widths = tuple(min(width, self.training.dim) for width in self.config.validate_widths)
+            self.sets = validation.density_sets(self.sets, self.config.validate_densities,
+                                                widths or (self.training.dim,), self.config.validate_queries)
         self.total = self.config.steps + self.config.temperature_steps
         self.started = time.monotonic() - self.state.seconds
 

@@ -1,5 +1,6 @@
 """Validation: mean average precision of expanded queries on held-out sets, with and without augmented databases."""
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from lattqe.benchmark.small import SmallIndex
 from lattqe.errors import LattqeError
 from lattqe.evaluation import LabelTruth, evaluate
+from lattqe.evaluation.density import keep_of_each
 from lattqe.expansion.attention import AttentionExpansion
 from lattqe.expansion.rows import Found, augment_rows, expand_queries, nearest
 from lattqe.model import LAttQE
@@ -85,6 +87,40 @@ def load_set(database: str, queries: str | None, cache: str | None = None) -> Va
     labels, query_labels = comparable_labels(stored, asked)
     return ValidationSet(name, stored.read().astype(np.float32), labels, asked.read().astype(np.float32), query_labels,
                          rows if inside else None)
+
+
+def density_sets(sets: list[ValidationSet], densities: tuple[int, ...], widths: tuple[int, ...], queries: int,
+                 ) -> list[ValidationSet]:
+    """The sets at each width, whole, and with the others as distractors: whole again and cut to each density.
+
+    At most so many queries of each set, chosen once. A set whose queries are rows of its database stays whole: cutting
+    it would cut its queries.
+    """
+    result = []
+    for width in widths:
+        narrow = [_narrowed(one, width, queries) for one in sets]
+        for number, one in enumerate(narrow):
+            result.append(dataclasses.replace(one, name=f"{one.name}, {width} columns"))
+            others = [other.xb for place, other in enumerate(narrow) if place != number]
+            if one.query_rows is not None or not others:
+                continue
+            for m in (*densities, None):
+                kept = np.ones(len(one.labels), dtype=bool) if m is None else keep_of_each(one.labels, m)
+                distractors = np.full(sum(map(len, others)), -1)
+                result.append(ValidationSet(
+                    f"{one.name}, {width} columns, {m or 'all'} relevant among others",
+                    np.concatenate([one.xb[kept], *others]), np.concatenate([one.labels[kept], distractors]),
+                    one.xq, one.query_labels))
+    return result
+
+
+def _narrowed(one: ValidationSet, width: int, queries: int) -> ValidationSet:
+    """A set at its first columns, with some of its queries."""
+    some = np.sort(np.random.default_rng(0).permutation(len(one.xq))[:queries])
+    xb, xq = (x[:, :width] / np.maximum(np.linalg.norm(x[:, :width], axis=1, keepdims=True), 1e-12)
+              for x in (one.xb, one.xq[some]))
+    rows = None if one.query_rows is None else one.query_rows[some]
+    return dataclasses.replace(one, xb=xb, xq=xq, query_labels=one.query_labels[some], query_rows=rows)
 
 
 def expand(
