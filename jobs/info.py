@@ -19,8 +19,9 @@ def main(
 ) -> None:
     """Say what a stored artifact is, what is in it, and what made it."""
     from lattqe.store.artifacts import open_artifact
+    from lattqe.store.models import model_address
 
-    facts = describe(open_artifact(uri))
+    facts = describe(open_artifact(model_address(uri)))
     if json:
         print_json(facts)
         return

@@ -10,6 +10,7 @@ import typer
 from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS
 from lattqe.expansion.base import Parameter
+from lattqe.store.models import model_address
 
 NAMES = ", ".join(METHODS)
 
@@ -65,6 +66,5 @@ def method_params(name: str, given: Mapping[str, Any], dba: bool = False) -> dic
         if name not in known[key]:
             raise LattqeError(f"{next(iter(known[key].values())).option} belongs to {', '.join(known[key])}, not to "
                               f"{name}: leave it out")
-    if method.learned and given.get("model") is None:
-        raise LattqeError(f"{name} needs --model: the folder or s3:// address that `lattqe train` wrote")
-    return dict(given) | (method.row_params if dba else {})
+    model = {"model": model_address(given.get("model"))} if method.learned else {}
+    return {**given, **model, **(method.row_params if dba else {})}

@@ -17,7 +17,7 @@ def main(
         [], "--queries", help="labelled queries, one for each --val in the same order; without any, the rows of each "
         "--val query each other, each leaving itself out (as do queries whose ids are in the database)"),
     neighbors: list[str] = typer.Option([], "--neighbors", help="graph of each feature set; else computed"),
-    preset: str = typer.Option("paper", "--preset", help="paper, photos or demo: see docs/training.md"),
+    preset: str = typer.Option("paper", "--preset", help="paper, photos, universal or demo: see docs/training.md"),
     settings: list[str] = typer.Option([], "--set", help="change a setting: steps=1000, network.heads=8, ..."),
     workers: int = typer.Option(0, "--workers", help="processes that share each batch; 0: one for each GPU, or one"),
     threads: int = typer.Option(0, "--threads", help="CPU threads of each worker; 0: an equal share"),
@@ -129,13 +129,17 @@ def _result(to: str) -> dict[str, Any]:
 
 
 def _show_result(result: dict[str, Any]) -> None:
+    from lattqe.training.validation import setting_name
+
     found = result["validation"]
     none = sum(found["none"].values()) / len(found["none"])
-    with_dba = found["dba"][str(result["ndba"])][str(result["nqe_with_dba"])]
+    hops = result.get("hops", 1)
+    with_dba = found["dba"][setting_name(result["ndba"], hops)][str(result["nqe_with_dba"])]
+    over = f" over {hops} hops" if hops > 1 else ""
     show_table("model", {
         "validation mAP": f"{none:.2f} without expansion",
         f"LAttQE, nQE {result['nqe']}": f"{found['qe'][str(result['nqe'])]['mean']:.2f}",
-        f"LAttDBA + LAttQE, nDBA {result['ndba']}, nQE {result['nqe_with_dba']}": f"{with_dba:.2f}",
+        f"LAttDBA + LAttQE, nDBA {result['ndba']}{over}, nQE {result['nqe_with_dba']}": f"{with_dba:.2f}",
         "best update": f"{result['best']['step']:,}",
         "seconds": f"{result['seconds']:.0f}",
         "model": result["model"],

@@ -19,8 +19,9 @@ def main(
     """Check every checksum and every invariant of a stored artifact: exit code 0, or 1 and the first fault."""
     from lattqe.store.artifacts import open_artifact, verify_artifact
     from lattqe.store.manifest import describe_kind
+    from lattqe.store.models import model_address
 
-    started = time.monotonic()
+    started, uri = time.monotonic(), model_address(uri)
     try:
         total = open_artifact(uri).manifest.total_bytes
         with progress_bar("verifying", total) as bar:

@@ -13,13 +13,12 @@ from lattqe.expansion.base import HOP_ALPHA, Expanded, Lists, Method, parameter
 from lattqe.model.fast import FastLAttQE
 from lattqe.model.network import LAttQE
 from lattqe.store import open_place, read_manifest
+from lattqe.store.models import model_address
 
 
 def load_network(model: str | LAttQE | None) -> LAttQE:
-    """The network that a model's address, or the network itself, stands for: every place that takes one asks here."""
-    if model is None:
-        raise LattqeError("lattqe needs model: the folder or s3:// address of a trained network, or a LAttQE")
-    return model if isinstance(model, LAttQE) else LAttQE.load(model)
+    """The network that a model's address, or the network itself, stands for; None: the one that ships."""
+    return model if isinstance(model, LAttQE) else LAttQE.load(model_address(model))
 
 
 def model_inputs(params: Mapping[str, Any]) -> dict[str, dict[str, str]]:
@@ -27,7 +26,7 @@ def model_inputs(params: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     model = params.get("model")
     if not isinstance(model, str):
         return {}
-    place = open_place(model)
+    place = open_place(model_address(model))
     return {"model": {"uri": place.uri, "digest": read_manifest(place, "model").digest, "kind": "model"}}
 
 
@@ -47,7 +46,8 @@ class AttentionExpansion(Method):
     learned: ClassVar[bool] = True
     row_params: ClassVar[dict[str, Any]] = {"dba": True}
     # where a trained network is stored, or the network itself
-    model: str | LAttQE | None = parameter(None, "The trained model, a folder or s3:// address", address=True)
+    model: str | LAttQE | None = parameter(
+        None, "The trained model, a folder or s3:// address; without it the one that ships", address=True)
     dba: bool = False  # the tempered softmax, for rows of the database
     precision: str = "float32"  # or int8 on CPUs, half on GPUs: faster, cosine to the float32 result above .999
     fast: FastLAttQE = field(init=False, repr=False)
@@ -58,7 +58,7 @@ class AttentionExpansion(Method):
     @property
     def params(self) -> dict[str, Any]:
         """What decides the result, ready for JSON; a network that was never stored has no name."""
-        return {**super().params, "model": self.model if isinstance(self.model, str) else None}
+        return {**super().params, "model": None if isinstance(self.model, LAttQE) else model_address(self.model)}
 
     def suggested_k(self, dba: bool, augmented: bool = False) -> int:
         """The number that training chose for this network, else the paper's, as far as the network has ranks."""

@@ -1,9 +1,8 @@
-"""The LAttQE network: its configuration, its ablations, its fast inference."""
+"""The LAttQE network: its configuration, its fast inference, the model that ships."""
 
-from lattqe.model.ablations import ABLATIONS, ablation
 from lattqe.model.config import LAttQEConfig
 from lattqe.model.fast import FastLAttQE
 from lattqe.model.head import Output
 from lattqe.model.network import LAttQE
 
-__all__ = ["ABLATIONS", "FastLAttQE", "LAttQE", "LAttQEConfig", "Output", "ablation"]
+__all__ = ["FastLAttQE", "LAttQE", "LAttQEConfig", "Output"]

@@ -227,6 +227,24 @@ class LocalPlace(Place):
             self.path.rmdir()
 
 
+class PackagePlace(LocalPlace):
+    """A model that is part of the package, `lattqe://NAME`: the address means the same on every machine."""
+
+    def __init__(self, name: str) -> None:
+        folder = Path(__file__).resolve().parent.parent / "models"
+        shipped = sorted(each.name for each in folder.glob("[a-z]*") if each.is_dir())
+        if name not in shipped:
+            raise LattqeError(f"lattqe://{name}: no model of that name is part of lattqe: use "
+                              f"{' or '.join(f'lattqe://{each}' for each in shipped)}")
+        super().__init__(folder / name)
+        self.uri = f"lattqe://{name}"
+
+    @contextmanager
+    def _temporary(self, path: Path) -> Iterator[tuple[BinaryIO, Path]]:
+        raise LattqeError(f"{self.uri} is part of the package and cannot be written: choose another destination")
+        yield
+
+
 def _settle(file: BinaryIO) -> int:
     """Bring the file to the disk; returns its bytes."""
     file.flush()

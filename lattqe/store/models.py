@@ -15,6 +15,16 @@ from lattqe.store.pending import check_inputs, claim, make_plan, publish_manifes
 from lattqe.store.place import open_place
 
 TENSORS, CONFIG, METRICS = "model.safetensors", "config.json", "metrics.json"
+DEFAULT_MODEL = "lattqe://universal"
+SHIPPED = {"universal": DEFAULT_MODEL}  # models that are part of the package, by the names users give them
+
+
+def model_address(model: str | None) -> str:
+    """Where a model is stored: None is the default, the name of a shipped model its address, all else as it is.
+
+    A folder of such a name is `./universal`.
+    """
+    return DEFAULT_MODEL if model is None else SHIPPED.get(model, model)
 
 
 def save_model(uri: str, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any],

@@ -167,7 +167,7 @@ class Place(ABC):
 
 
 def open_place(uri: str) -> Place:
-    """Open `dir`, `file:///dir` or `s3://bucket/prefix`; nothing is created or contacted yet."""
+    """Open `dir`, `file:///dir`, `s3://bucket/prefix` or `lattqe://model`; nothing is created or contacted yet."""
     from lattqe.store.local import LocalPlace
 
     uri = str(uri)
@@ -182,6 +182,10 @@ def open_place(uri: str) -> Place:
     parts = urlsplit(uri)
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
         return LocalPlace(unquote(parts.path))
+    if parts.scheme == "lattqe":
+        from lattqe.store.local import PackagePlace
+
+        return PackagePlace(parts.netloc)
     if parts.scheme == "s3" and parts.netloc:
         from lattqe.store.s3 import S3Place  # boto3 takes long to import and is needed only here
 

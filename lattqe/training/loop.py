@@ -165,7 +165,7 @@ class Training:
         return bool(self.report(Progress(step, self.total, f"{doing}{best}")))
 
     def _choose(self, network: LAttQE) -> dict[str, Any]:
-        """Find nQE alone, and nDBA with nQE, that are best on the mean of the validation sets."""
+        """Find nQE alone, and nDBA, hops and nQE together, that are best on the mean of the validation sets."""
         smallest = min(len(one.xb) for one in self.sets) - 1
         qe, dba = (tuple(k for k in ks if k <= smallest) for ks in (self.config.choose_qe, self.config.choose_dba))
         if not qe or not dba:
@@ -173,11 +173,15 @@ class Training:
                               "to smaller numbers of neighbors")
         self._tell(self.total, f"choosing nQE among {len(qe)}")
         alone = validation.validate(network, self.sets, qe, self.team)
-        self._tell(self.total, f"choosing nDBA among {len(dba)} with nQE among {len(qe)}")
-        with_dba = validation.validate_dba(network, self.sets, dba, qe, self.team)
+        hops = self.config.choose_hops
+        self._tell(self.total, f"choosing nDBA among {len(dba)} and hops among {len(hops)} with nQE among {len(qe)}")
+        with_dba = validation.validate_dba(network, self.sets, dba, qe, self.team, hops)
         n_qe = max(alone, key=lambda k: alone[k]["mean"])
-        _, n_dba, n_qe_dba = max((with_dba[str(m)][str(k)], m, k) for m in dba for k in qe)
+        _, n_dba, n_hops, n_qe_dba = max((with_dba[validation.setting_name(m, h)][str(k)], m, h, k)
+                                         for m in dba for h in hops for k in qe)
         chosen = {"nqe": int(n_qe), "ndba": int(n_dba), "nqe_with_dba": int(n_qe_dba)}
+        if hops != (1,):
+            chosen["hops"] = n_hops
         return {
             **chosen, "chosen": chosen,
             "validation": {"none": {one.name: one.mean_ap(one.xq, one.index) for one in self.sets},

@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lattqe.augmentation.hops import hop
 from lattqe.benchmark.small import SmallIndex
 from lattqe.errors import LattqeError
 from lattqe.evaluation import LabelTruth, evaluate
 from lattqe.evaluation.density import keep_of_each
 from lattqe.expansion.attention import AttentionExpansion
+from lattqe.expansion.base import Expanded
 from lattqe.expansion.rows import Found, augment_rows, expand_queries, nearest
 from lattqe.model import LAttQE
 from lattqe.search import FlatIndex, knn_graph
@@ -133,12 +135,20 @@ def expand(
     return _together(one.xq.shape, mine, done.vectors, team)
 
 
-def augment(method: AttentionExpansion, index: FlatIndex, graph: Found, k: int, team: Team) -> NDArray[np.float32]:
-    """Augment all rows as `lattqe augment` does, from their graph's D and I (nb, t); all workers get (nb, D)."""
+def augment(method: AttentionExpansion, index: FlatIndex, graph: Found, k: int, team: Team) -> Expanded:
+    """Augment all rows as `lattqe augment` does, from their graph's D and I (nb, t); all workers get all rows."""
     mine = team.share(index.rows, BLOCK)
     rows = np.arange(index.rows)[mine]
     done = augment_rows(index, rows, graph[0][mine], graph[1][mine], method, k)
-    return _together((index.rows, index.dim), mine, done.vectors, team)
+    return Expanded(*(_together((index.rows, part.shape[1]), mine, part, team)
+                      for part in (done.vectors, done.weights)), _numbers(index.rows, mine, done.rows, team))
+
+
+def _numbers(count: int, mine: slice, rows: NDArray[np.int32], team: Team) -> NDArray[np.int32]:
+    """Row numbers (count, t) of all workers, from each one's own."""
+    result = torch.zeros(count, rows.shape[1], dtype=torch.int64)
+    result[mine] = torch.from_numpy(rows.astype(np.int64))
+    return team.total(result).numpy().astype(np.int32)
 
 
 def _together(shape: tuple[int, ...], mine: slice, vectors: NDArray[np.float32], team: Team) -> NDArray[np.float32]:
@@ -162,22 +172,29 @@ def validate(
     return {k: {"mean": float(np.mean(list(found.values()))), **found} for k, found in result.items()}
 
 
-def validate_dba(
-    network: LAttQE, sets: list[ValidationSet], n_dba: tuple[int, ...], n_qe: tuple[int, ...], team: Team
-) -> dict[str, dict[str, float]]:
-    """Mean mAP over the sets with augmented databases, queries expanded from them: {nDBA: {nQE: mAP}}.
+def validate_dba(network: LAttQE, sets: list[ValidationSet], n_dba: tuple[int, ...], n_qe: tuple[int, ...], team: Team,
+                 hops: tuple[int, ...] = (1,)) -> dict[str, dict[str, float]]:
+    """Mean mAP over the sets with augmented databases, queries expanded from them: {"nDBA": {"nQE": mAP}}.
 
-    nQE 0 searches the augmented database with the query as it is.
+    nQE 0 searches the augmented database with the query as it is. Of more than one hop: {"nDBA × hops": …}.
     """
-    total = {str(m): dict.fromkeys(map(str, (0, *n_qe)), 0.0) for m in n_dba}
+    total = {setting_name(m, h): dict.fromkeys(map(str, (0, *n_qe)), 0.0) for m in n_dba for h in hops}
     method = AttentionExpansion(network, device=str(team.device))
     for_rows = AttentionExpansion(network, dba=True, device=str(team.device))
     for one in sets:
         graph = knn_graph(one.xb, min(for_rows.depth(max(n_dba)), max(len(one.xb) - 1, 1)))[::-1]
         for m in n_dba:
-            index = ranking_index(augment(for_rows, one.index, graph, m, team))
-            found = one.nearest(index, method.depth(max(n_qe)))
-            for k in (0, *n_qe):
-                xq = expand(method, index, one, found, k, team) if k else one.xq
-                total[str(m)][str(k)] += one.mean_ap(xq, index) / len(sets)
+            done = augment(for_rows, one.index, graph, m, team)
+            for h in hops:
+                xb = done.vectors if h == 1 else hop(done.weights, done.rows, one.xb, float(network.alpha), h)
+                index = ranking_index(xb)
+                found = one.nearest(index, method.depth(max(n_qe)))
+                for k in (0, *n_qe):
+                    xq = expand(method, index, one, found, k, team) if k else one.xq
+                    total[setting_name(m, h)][str(k)] += one.mean_ap(xq, index) / len(sets)
     return total
+
+
+def setting_name(n_dba: int, hops: int) -> str:
+    """How results with augmented databases are filed: "48", or "32 × 8" for hops."""
+    return str(n_dba) if hops == 1 else f"{n_dba} × {hops}"

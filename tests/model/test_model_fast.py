@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from network_variants import ABLATIONS, ablation
 from test_model_network import EXTENDED, SMALL, lists, make, random_valid
 
 from lattqe.errors import LattqeError
 from lattqe.expansion import create
-from lattqe.model import ABLATIONS, FastLAttQE, LAttQE, LAttQEConfig, ablation
+from lattqe.model import FastLAttQE, LAttQE, LAttQEConfig
 from lattqe.model.int8 import Int8Linear
 
 PROJECTED = dataclasses.replace(SMALL, width=24, ffn=40, relation_bias=True)

@@ -6,10 +6,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from network_variants import ABLATIONS, ablation
 from torch import nn
 
 from lattqe.errors import LattqeError
-from lattqe.model import ABLATIONS, LAttQE, LAttQEConfig, ablation
+from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.model.head import Head
 
 SMALL = LAttQEConfig(dim=32, heads=4, layers=2, max_k=12, positional_start="small")
@@ -315,5 +316,3 @@ def test_lists_that_do_not_fit_are_refused():
         make()(lists(1, 13, 32))
     with pytest.raises(LattqeError, match="16 columns"):
         make()(lists(1, 3, 16))
-    with pytest.raises(LattqeError, match="unknown ablation 'no'"):
-        ablation(SMALL, "no")

@@ -7,12 +7,13 @@ import resource
 import numpy as np
 import pytest
 import torch
+from network_variants import ABLATIONS, ablation
 from test_model_network import EXTENDED, SMALL, lists, make
 
 from jobs.verify import check_model
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
-from lattqe.model import ABLATIONS, LAttQE, ablation
+from lattqe.model import LAttQE
 from lattqe.model.network import VERSION
 from lattqe.store import save_model
 

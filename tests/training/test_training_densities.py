@@ -1,0 +1,141 @@
+"""Worlds of every density: what they hold, that a step decides them, and a world that is augmented through hops."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from lattqe.augmentation.hops import hop as sparse_hop
+from lattqe.errors import LattqeError
+from lattqe.evaluation.density import keep_of_each
+from lattqe.model import LAttQE
+from lattqe.training import augmented
+from lattqe.training.data import join
+from lattqe.training.densities import DensitySampler
+from lattqe.training.presets import preset
+from lattqe.training.stage import Stage
+from lattqe.training.team import Team
+from lattqe.training.validation import ValidationSet, density_sets
+
+SMALL = ["world_rows=300", "hop_rows=150", "hop_k=8", "batch=8", "network.background=16", "network.width=16",
+         "network.ffn=16", "network.layers=1", "widths=8", "synthetic=0", "k_min=4", "k_max=12"]
+
+
+@pytest.fixture(scope="module")
+def data():
+    rng = np.random.default_rng(0)
+    sets = []
+    for number in range(3):
+        centres = rng.standard_normal((20, 16))
+        labels = np.repeat(np.arange(20), 12) + 100 * number
+        x = centres[labels - 100 * number] + 0.8 * rng.standard_normal((240, 16))
+        sets.append(((x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32), labels))
+    return join([x for x, _ in sets], [labels for _, labels in sets], shared_labels=True)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return preset("universal", 16, SMALL)
+
+
+def test_a_batch_is_a_function_of_its_step_and_parts_add_up(data, config):
+    sampler = DensitySampler(data, config)
+    for step in range(8):
+        whole = sampler.batch(step, slice(0, 8))
+        again = DensitySampler(data, config).batch(step, slice(0, 8))
+        halves = [sampler.batch(step, part) for part in (slice(0, 4), slice(4, 8))]
+        assert torch.equal(whole.items, again.items)
+        assert torch.equal(whole.candidates, again.candidates)
+        assert torch.equal(whole.items, torch.cat([half.items for half in halves]))
+        assert torch.equal(whole.same, torch.cat([half.same for half in halves]))
+        assert (whole.hops > 0) == (step % 4 == 0)
+
+
+def test_every_query_has_something_to_find_and_never_itself(data, config):
+    sampler = DensitySampler(data, config)
+    for step in range(40):
+        batch = sampler.batch(step, slice(0, 8))
+        assert ((batch.same & batch.usable).sum(1) >= 1).all()
+        assert torch.gather(batch.same & batch.usable, 1, batch.positive_rows).all()
+        lengths = batch.candidates.norm(dim=1)
+        assert torch.allclose(lengths, torch.ones_like(lengths), atol=1e-4)
+        if batch.hops:  # queries are no rows of the world
+            assert ((batch.items[:, 0] @ batch.candidates.T) < 1 - 1e-6).all()
+
+
+def test_worlds_are_dense_and_sparse(data, config):
+    sampler = DensitySampler(data, config)
+    found = [int((batch.same & batch.usable).sum(1).min()) for batch in
+             (sampler.batch(step, slice(0, 8)) for step in range(60))]
+    assert min(found) == 1
+    assert max(found) >= 8
+    widths = {sampler.batch(step, slice(0, 8)).candidates.shape[1] for step in range(12)}
+    assert widths == {8, 16}
+
+
+def test_the_dense_hop_of_training_is_the_sparse_hop_of_use(data):
+    x = torch.from_numpy(data.vectors[:90].astype(np.float32))
+    scores = x @ x.T
+    scores.fill_diagonal_(-2)
+    near = scores.topk(6).indices
+    weights = torch.rand(90, 7, generator=torch.Generator().manual_seed(0)) - 0.2
+    weights[:, 0] = weights[:, 0].abs()
+    ours = augmented.hop(weights, near, x, torch.tensor(0.8), 4)
+    rows = np.concatenate([np.arange(90)[:, None], near.numpy()], axis=1)
+    assert np.allclose(ours.numpy(), sparse_hop(weights.numpy(), rows, x.numpy(), 0.8, 4), atol=1e-5)
+
+
+def test_gradients_through_hops_reach_gates_loops_and_alpha(data, config):
+    sampler, network = DensitySampler(data, config), LAttQE(config.network)
+    stage = Stage(network, dataclasses.replace(config, accumulate=1), Team())
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    for step in range(0, 12, 4):
+        assert torch.isfinite(stage.update(step, sampler.batch(step, slice(0, 8)))).all()
+    changed = {name for name, value in network.state_dict().items() if not torch.equal(value, before[name])}
+    assert {"head.rows.linear.weight", "head.loop.weight", "head.alpha_logit", "head.queries.linear.weight",
+            "head.beta.weight", "head.relevance.weight"} <= changed
+
+
+def test_an_update_waits_for_all_of_its_batches(data, config):
+    sampler, network = DensitySampler(data, config), LAttQE(config.network)
+    stage = Stage(network, config, Team())
+    before = network.state_dict()["head.queries.linear.weight"].clone()
+    for step in range(4):
+        assert torch.equal(network.state_dict()["head.queries.linear.weight"], before)
+        stage.update(step, sampler.batch(step, slice(0, 8)))
+    assert not torch.equal(network.state_dict()["head.queries.linear.weight"], before)
+
+
+def test_cut_sets_keep_so_many_of_each_class_and_smaller_cuts_are_parts_of_larger_ones():
+    labels = np.array([0] * 5 + [1] * 2 + [-1] * 3 + [7] * 9)
+    for m in (1, 2, 4):
+        kept = keep_of_each(labels, m)
+        assert [int((kept & (labels == c)).sum()) for c in (0, 1, 7)] == [min(m, 5), min(m, 2), min(m, 9)]
+        assert kept[labels < 0].all()
+        assert (keep_of_each(labels, m + 1) | ~kept).all()
+
+
+def test_validation_meets_every_width_and_density():
+    rng = np.random.default_rng(0)
+
+    def one(name):
+        x = rng.standard_normal((40, 8)).astype(np.float32)
+        labels = np.arange(40) % 5 + (10 if name == "b" else 0)
+        return ValidationSet(name, x, labels, x[:10] + 0.1, labels[:10])
+
+    cells = density_sets([one("a"), one("b")], (1, 3), (4, 8), queries=6)
+    assert [cell.name for cell in cells[:4]] == [
+        "a, 4 columns", "a, 4 columns, 1 relevant among others", "a, 4 columns, 3 relevant among others",
+        "a, 4 columns, all relevant among others"]
+    assert len(cells) == 2 * 2 * 4
+    assert cells[1].xb.shape == (45, 4)
+    assert (np.bincount(cells[1].labels[cells[1].labels >= 0]) == 1).all()
+    assert all(len(cell.xq) == 6 and np.allclose(np.linalg.norm(cell.xb, axis=1), 1, atol=1e-5) for cell in cells)
+
+
+def test_settings_that_do_not_fit_are_refused():
+    for setting, match in (("temperature_steps=5", "no temperature"), ("accumulate=7", "multiple of accumulate"),
+                           ("sampler=tuples", "learns from worlds"), ("validate_densities=0", "whole numbers from 1")):
+        with pytest.raises(LattqeError, match=match):
+            preset("universal", 16, [*SMALL, setting])
