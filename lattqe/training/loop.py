@@ -124,6 +124,7 @@ class Training:
                         f"{self.place.uri}/_work; lower learning_rate and use a new destination") from None
                 sums, since = sums + values.cpu(), since + 1
                 stopping = self._tell(step + 1, f"{state.stage} · loss {values[0].item():.4f}") and step + 1 < stop
+                stopping = stopping and (step + 1) % self.config.accumulate == 0  # half an update cannot be saved
                 if stopping or self._due(step + 1, stop):
                     self._record(stage, step + 1, dict(zip(stage.loss_names(), (sums / since).tolist())),
                                  following if step + 1 == stop else state.stage)

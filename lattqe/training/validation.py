@@ -140,8 +140,9 @@ def augment(method: AttentionExpansion, index: FlatIndex, graph: Found, k: int, 
     mine = team.share(index.rows, BLOCK)
     rows = np.arange(index.rows)[mine]
     done = augment_rows(index, rows, graph[0][mine], graph[1][mine], method, k)
-    return Expanded(*(_together((index.rows, part.shape[1]), mine, part, team)
-                      for part in (done.vectors, done.weights)), _numbers(index.rows, mine, done.rows, team))
+    vectors, weights = (_together((index.rows, part.shape[1]), mine, part, team)
+                        for part in (done.vectors, done.weights))
+    return Expanded(vectors, weights, _numbers(index.rows, mine, done.rows, team))
 
 
 def _numbers(count: int, mine: slice, rows: NDArray[np.int32], team: Team) -> NDArray[np.int32]:
