@@ -9,7 +9,7 @@ import torch
 
 from lattqe.device import pick_device
 from lattqe.errors import LattqeError
-from lattqe.expansion.base import HOP_ALPHA, Expanded, Lists, Method, parameter
+from lattqe.expansion.base import Expanded, Lists, Method, parameter
 from lattqe.model.fast import FastLAttQE
 from lattqe.model.network import LAttQE
 from lattqe.store import open_place, read_manifest
@@ -89,7 +89,7 @@ class AttentionExpansion(Method):
     @property
     def hop_alpha(self) -> float:
         """What the network learned, where it was trained through hops."""
-        return float(getattr(self.fast.network, "alpha", HOP_ALPHA))
+        return self.fast.network.alpha.item()
 
     @property
     def largest_k(self) -> int | None:

@@ -208,7 +208,7 @@ def test_methods_without_negatives_give_them_no_weight():
         ("dqe", {"C": 0.0}, ["C is 0"]),
         ("dqe", {"negatives": 0}, ["negatives is 0"]),
         ("dqe", {"negatives": 2.5}, ["negatives is 2.5"]),
-        ("lattqe", {}, ["model"]),
+        ("lattqe", {"model": "lattqe://nosuch"}, ["nosuch", "lattqe://universal"]),
     ],
 )
 def test_refusals_name_what_and_the_remedy(name, params, words):

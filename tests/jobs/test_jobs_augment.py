@@ -96,7 +96,6 @@ def test_a_second_run_finds_it_done_and_another_setting_is_refused(features, gra
     (["--method", "alphaqe", "--C", 1], "--C belongs to dqe"),
     (["--method", "nothing"], "unknown method 'nothing'"),
     (["--method", "aqe", "--reach", "far"], "--reach is 'far': use one of auto, map, shards"),
-    ([], "lattqe needs --model"),
 ])
 def test_refusals_are_one_line_and_leave_nothing(features, graph, tmp_path, capsys, arguments, message):
     to = tmp_path / "index"

@@ -96,7 +96,7 @@ def test_a_stopped_search_goes_on(sets, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("options", "message"), [
     (["--nqe", 3], "--nqe needs --expand"),
     (["--expand", "aqe", "--alpha", 3], "--alpha belongs to alphaqe"),
-    (["--expand", "lattqe"], "lattqe needs --model"),
+    (["--expand", "lattqe", "--model", "lattqe://nothing"], "no model of that name is part of lattqe"),
 ])
 def test_refusals(sets, tmp_path, options, message):
     with pytest.raises(LattqeError, match=message):

@@ -94,7 +94,7 @@ def test_the_best_validation_decides_what_is_kept(undisturbed: Plan) -> None:
 def test_the_second_stage_changes_the_temperature_alone(sets: dict[str, str], tmp_path: Path, recipe: str) -> None:
     plan = plan_for(sets, tmp_path / "model", *RECIPES[recipe])
     with pytest.raises(Killed):
-        train(plan, report=kill_at(6))
+        train(plan, report=kill_at(7))
     checkpoints = Checkpoints(open_place(plan.destination))
     before = checkpoints.tensors(checkpoints.load(), "best")
     train(plan)
