@@ -14,13 +14,14 @@ import numpy as np
 
 from cluster import augmentation as on_ray
 from cluster.graph import build_graph, prepare_graph
-from cluster.here import runs_here
+from cluster.here import ROWS_HERE, runs_here
 from cluster.shards import ShardedIndex
 from lattqe.augmentation import Augmentation, begin_index, build_index
 from lattqe.benchmark.small import SmallIndex
-from lattqe.benchmark.spec import Setting
+from lattqe.benchmark.spec import GRAPH_METHODS, Setting, graph_method
 from lattqe.expansion import METHODS
-from lattqe.search import Index
+from lattqe.expansion.diffusion import GraphRows
+from lattqe.search import FlatIndex, Index
 from lattqe.search.stored import GraphTask, begin_graph, check_sets, publish_graph
 from lattqe.store import FeatureSet, NeighborGraph, open_place
 from lattqe.store.manifest import canonical_json
@@ -45,6 +46,9 @@ class Indexes:
     def augmented(self, key: str, database: FeatureSet, distractors: FeatureSet | None, dba: Setting,
                   graph_k: int) -> Iterator[Index]:
         """The rows expanded from their neighbors; `key` names the result, `graph_k` is how long the graph is to be."""
+        if dba.method in GRAPH_METHODS:
+            yield self._propagated(key, [each for each in (database, distractors) if each is not None], dba)
+            return
         features = database
         if distractors is not None:
             joined = f"{self.folder}/joined/{database.digest[:16]}-{distractors.digest[:16]}"
@@ -60,6 +64,19 @@ class Indexes:
         with self._open([to]) as index:
             yield index
         open_place(to).delete_tree()
+
+    def _propagated(self, key: str, sets: list[FeatureSet], dba: Setting) -> Index:
+        """The rows after a method that needs the whole graph at once, in this process."""
+        self.tell(f"{dba.method} over {sum(each.rows for each in sets):,} rows")
+        started = time.perf_counter()
+        rows, method = GraphRows(np.concatenate([each.read() for each in sets])), graph_method(dba)
+        rows.lists(dba.k)
+        found = time.perf_counter()
+        xb = method.augment(rows)
+        if not self.costs.exists(f"{key}.json"):
+            seconds = {"graph": found - started, "augment": time.perf_counter() - found}
+            self.costs.write(f"{key}.json", canonical_json(seconds))
+        return SmallIndex(xb) if len(xb) <= ROWS_HERE else FlatIndex(xb)
 
     def seconds(self, key: str) -> dict[str, float] | None:
         """What graph and augmentation took; the graph counts for whoever needed it first."""

@@ -5,7 +5,6 @@ content of its inputs: a run that was killed, or that shares data with an earlie
 what is missing.
 """
 
-import json
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
@@ -15,10 +14,11 @@ from cluster.benchmark_indexes import Indexes
 from lattqe.benchmark.cells import Cell, Measured, measure, method_of
 from lattqe.benchmark.choosing import missing_cells
 from lattqe.benchmark.inputs import Inputs
-from lattqe.benchmark.spec import Run, Setting
+from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting
+from lattqe.errors import LattqeError
+from lattqe.expansion.diffusion import MOST_ROWS
 from lattqe.search import Index
 from lattqe.store import FeatureSet, MissingFileError, open_place, read_manifest
-from lattqe.store.manifest import canonical_json
 from lattqe.store.writer import check_same_vectors
 
 
@@ -41,8 +41,24 @@ class Bench:
         models = {value for method in run.methods for value in method.params.get("model", ())}
         models |= {each.model for each in run.ablations}
         self.models = {uri: read_manifest(open_place(uri), "model").digest for uri in sorted(models)}
+        self._check_plan()
         self.indexes = Indexes(self.folder, self.models, workers, shards)
         self._known: dict[str, Measured] = {}
+
+    def _check_plan(self) -> None:
+        """Refuse a model that does not fit a data set, or a set too large for a method, before anything is measured."""
+        settings = [method.qe_settings()[0] for method in self.run.methods]
+        settings += [one.setting for one in self.run.ablations]
+        for name, opened in self.inputs.items():
+            for setting in settings:
+                method_of(setting).check_width(opened.database.dim, f"data set {name}")
+        for dataset, distractors in self.run.columns() if self.run.graph_methods else ():
+            rows = self.inputs[dataset.name].database.rows
+            rows += self.distractors[dataset.name, distractors].rows if distractors is not None else 0
+            if rows > MOST_ROWS:
+                raise LattqeError(f"{dataset.name} has {rows:,} rows with its distractors, but "
+                                  f"{self.run.graph_methods[0].label} works in one process, up to {MOST_ROWS:,} rows: "
+                                  "leave it out of this run")
 
     def key(self, cell: Cell) -> str:
         """The name of a cell's result."""
@@ -56,7 +72,7 @@ class Bench:
         """The result of a cell that has been filled."""
         key = self.key(cell)
         if key not in self._known:
-            self._known[key] = Measured.from_json(json.loads(self.place.read(f"{key}.json")))
+            self._known[key] = Measured.from_bytes(self.place.read(f"{key}.json"))
         return self._known[key]
 
     def index_seconds(self, cell: Cell) -> dict[str, float] | None:
@@ -67,11 +83,15 @@ class Bench:
         """The names of a data set's queries."""
         return self.inputs[dataset].queries.ids()
 
+    def sizes(self, dataset: str) -> tuple[int, int]:
+        """Rows and queries of a data set."""
+        return self.inputs[dataset].database.rows, self.inputs[dataset].queries.rows
+
     def is_missing(self, cell: Cell) -> bool:
         """Whether a cell has still to be measured."""
         try:
             self.lookup(cell)
-        except (MissingFileError, ValueError, KeyError, TypeError):  # a damaged cell is measured again
+        except (MissingFileError, ValueError, KeyError, TypeError, RecursionError):  # a damaged cell is measured again
             return True
         return False
 
@@ -90,19 +110,16 @@ class Bench:
     def _fill_group(self, group: list[Cell], on_done: Callable[[Cell], None]) -> None:
         """Measure cells that differ in their queries' setting only."""
         opened = self.inputs[group[0].dataset]
-        by_setting = {cell.qe: cell for cell in group}
+        by_pipeline = {cell.pipeline: cell for cell in group}
 
-        def publish(setting: Setting | None, measured: Measured) -> None:
-            cell = by_setting[setting]
-            content = {"cell": {"dataset": cell.dataset, "distractors": cell.distractors,
-                                "dba": cell.dba.to_dict() if cell.dba else None,
-                                "qe": cell.qe.to_dict() if cell.qe else None}, **measured.to_json()}
-            self.place.write(f"{self.key(cell)}.json", canonical_json(content))
+        def publish(pipeline: Pipeline, measured: Measured) -> None:
+            cell = by_pipeline[pipeline]
+            self.place.write(f"{self.key(cell)}.json", measured.to_bytes(cell))
             on_done(cell)
 
         with self._index(group[0]) as index:
             xq = np.asarray(opened.queries.read(), dtype=np.float32)
-            measure(index, xq, opened.truth, list(by_setting), publish)
+            measure(index, xq, opened.truth, list(by_pipeline), publish, opened.exclude)
 
     def _index(self, cell: Cell) -> AbstractContextManager[Index]:
         """The index that a cell's queries search."""
@@ -120,4 +137,6 @@ class Bench:
         """Neighbors enough for every database setting of the run, so that one graph of some rows serves them all."""
         settings = [pair[0] for method in self.run.methods for params in method.variants()
                     for pair in method.dba_settings(params)]
-        return max(method_of(setting, dba=True).depth(setting.k) for setting in settings)
+        settings += [each.dba for method in self.run.graph_methods for each in method.pipelines
+                     if each.dba is not None and each.dba.method not in GRAPH_METHODS]
+        return max((method_of(setting, dba=True).depth(setting.k) for setting in settings), default=1)

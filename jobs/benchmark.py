@@ -3,10 +3,10 @@
 import json as json_format
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from jobs.console import command, print_json, progress_bar, run, screen, show_table
@@ -21,7 +21,7 @@ def main(
     spec: Annotated[str, typer.Argument(metavar="RUN.toml", help="What to measure: a TOML file, or a preset: "
                                                                  "revisited, photos or synthetic.")],
     to: Annotated[str, typer.Option("--to", help="The run's folder: cells, graphs, results and report.")],
-    data: Annotated[Path | None, typer.Option(help="Where a preset's data lie.")] = None,
+    data: Annotated[str | None, typer.Option(help="Where a preset's data lie.")] = None,
     model: Annotated[str | None, typer.Option(help="The trained model for a preset.")] = None,
     ablations: Annotated[str | None, typer.Option(help="Table 2 for a preset: the folder of a finished lattqe ablate."
                                                   )] = None,
@@ -37,12 +37,12 @@ def main(
     Example: lattqe benchmark run.toml --to results
     """
     from cluster.session import ray_session
-    from lattqe.benchmark.models import trained_ablations
-    from lattqe.benchmark.presets import PRESETS, preset_run
+    from lattqe.benchmark.presets import PRESETS, Options, preset_run
     from lattqe.benchmark.runfile import load_run
+    from lattqe.benchmark.spec import trained_ablations
 
     if spec in PRESETS:
-        chosen = preset_run(spec, data, to, model, columns)
+        chosen = preset_run(spec, Options(to, data, model, columns))
         if ablations is not None:
             chosen = replace(chosen, ablations=trained_ablations(ablations))
     elif any(given is not None for given in (data, model, columns, ablations)):
@@ -132,18 +132,23 @@ def print_results(results: dict[str, Any]) -> None:
     from lattqe.report import to_text
 
     for title, (heading, *rows) in to_text(results):
-        table = Table(box=None, padding=(0, 1), header_style="bold", title=title, title_justify="left")
+        table = Table(box=None, padding=(0, 1), header_style="bold", title=shown(title), title_justify="left")
         for number, name in enumerate(heading):
-            table.add_column(name, justify="left" if number == 0 else "right", no_wrap=number > 0)
+            table.add_column(shown(name), justify="left" if number == 0 else "right", no_wrap=number > 0)
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(shown, row))
         screen.print(table)
         screen.print()
     for finding in results["findings"]:
         mark = "[green]yes[/green]" if finding["holds"] else "[red]no[/red] "
         detail = f" ({finding['detail']})" if finding["detail"] else ""
-        screen.print(f"{mark} {finding['claim']}{detail}")
+        screen.print(f"{mark} {shown(finding['claim'] + detail)}")
     warn(results["warnings"])
+
+
+def shown(text: str) -> str:
+    """Text from users for the screen: brackets are no markup, and control characters do nothing."""
+    return escape("".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text))
 
 
 def warn(warnings: list[str]) -> None:

@@ -71,13 +71,15 @@ def make_world(world: "SyntheticWorld", to: str) -> "Run":
     """Store all parts as feature sets; a run over the test part, without methods, but with validation to choose on."""
     from dataclasses import replace
 
-    from lattqe.benchmark.presets import store_synthetic, synthetic_run
+    from lattqe.benchmark.presets import synthetic_run
     from lattqe.benchmark.spec import Dataset
+    from lattqe.datasets.prepare import Report, store_synthetic
 
-    chosen = synthetic_run(to, (), world)
-    train, _ = store_synthetic(world.split("train"), to)
-    validation = Dataset("val", *store_synthetic(world.split("val"), to), role="validation")
-    screen.print(f"features in {to}/features: {train.rsplit('/', 1)[-1]}, "
+    chosen, base = synthetic_run(to, (), world), f"{to}/features"
+    for name in ("train", "val"):
+        store_synthetic(world.split(name), base, Report())
+    validation = Dataset("val", f"{base}/val", f"{base}/val-queries", role="validation")
+    screen.print(f"features in {base}: train, "
                  f"{', '.join(dataset.name for dataset in (validation, *chosen.datasets))}, distractors")
     return replace(chosen, datasets=(*chosen.datasets, validation), nqe_sweep=(1, 2, 4, 8, 16, 32, 48, 64),
                    bootstrap=2_000)
@@ -113,7 +115,7 @@ def augment_database(features: str, graph: str, model: str, to: str) -> None:
     """LAttDBA of a feature set with the number of neighbors that training chose."""
     from jobs.augment import augment_here
     from lattqe.augmentation import Augmentation
-    from lattqe.benchmark.models import chosen_neighbors
+    from lattqe.benchmark.spec import chosen_neighbors
 
     augment_here(Augmentation(features, graph, f"{to}/index", "lattqe", chosen_neighbors(model)["ndba"],
                               {"model": model, "dba": True}))
@@ -123,14 +125,13 @@ def with_methods(chosen: "Run", model: str) -> "Run":
     """The run with all five methods; grids are small, and the validation part alone chooses from them."""
     from dataclasses import replace
 
-    from lattqe.benchmark.models import as_trained
-    from lattqe.benchmark.spec import Method
+    from lattqe.benchmark.spec import Candidate, as_trained
 
-    competitors: tuple[Method, ...] = (
-        Method("aqe", "AQE", "validation", (2, 4, 8, 16), (2, 4, 8), (2, 4, 8)),
-        Method("aqewd", "AQEwD", "validation", (4, 8, 16, 24), (4, 8, 12), (4, 8, 16)),
-        Method("dqe", "DQE", "validation", (2, 4, 8), (2, 4), (2, 4), {"C": (0.1,), "negatives": (5, 20)}),
-        Method("alphaqe", "αQE", "validation", (8, 16, 36, 72), (8, 16, 36), (4, 10), {"alpha": (1.0, 3.0)}),
+    competitors: tuple[Candidate, ...] = (
+        Candidate("aqe", "AQE", "validation", (2, 4, 8, 16), (2, 4, 8), (2, 4, 8)),
+        Candidate("aqewd", "AQEwD", "validation", (4, 8, 16, 24), (4, 8, 12), (4, 8, 16)),
+        Candidate("dqe", "DQE", "validation", (2, 4, 8), (2, 4), (2, 4), {"C": (0.1,), "negatives": (5, 20)}),
+        Candidate("alphaqe", "αQE", "validation", (8, 16, 36, 72), (8, 16, 36), (4, 10), {"alpha": (1.0, 3.0)}),
     )
     return replace(chosen, methods=(*competitors, as_trained(model)))
 

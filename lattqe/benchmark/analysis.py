@@ -7,17 +7,18 @@ import numpy as np
 
 from lattqe.benchmark.cells import Cell
 from lattqe.benchmark.choosing import Lookup, Row, mean_map, reported, sweep
-from lattqe.benchmark.spec import Dataset, Run, Setting
+from lattqe.benchmark.spec import Dataset, Pipeline, Run, Setting, is_learned
 from lattqe.evaluation import Scores, paired_bootstrap, regimes
 
 WEIGHTS_K = 64  # neighbors whose weights are shown, the paper's nQE, where the methods can take so many
 
 
 def differences(run: Run, rows: Sequence[Row], lookup: Lookup) -> list[dict[str, Any]]:
-    """Paired bootstrap intervals: every method against no expansion, and LAttQE against every rival of its kind."""
+    """Paired bootstrap intervals: every method against no expansion, what is learned against its rivals."""
     pairs = [(rows[0], row) for row in rows[1:]]
-    ours = [row for row in rows if row.method == "lattqe"]
-    pairs += [(rival, our) for our in ours for rival in rows if rival.kind == our.kind and rival.method != "lattqe"]
+    ours = [row for row in rows if is_learned(row.method)]
+    pairs += [(rival, our) for our in ours for rival in rows
+              if _rivals(rival.kind, our.kind) and not is_learned(rival.method)]
     found = []
     for before, after in pairs:
         sides = [_by_queries(run, row, lookup) for row in (before, after)]
@@ -25,6 +26,11 @@ def differences(run: Run, rows: Sequence[Row], lookup: Lookup) -> list[dict[str,
         percent = {name: 100 * content[name] for name in ("difference", "low", "high")}
         found.append({"before": before.label, "after": after.label, "kind": after.kind, **content, **percent})
     return found
+
+
+def _rivals(kind: str, ours: str) -> bool:
+    """Whether a row is compared with ours: of its own kind, and for augmented databases those on the whole graph."""
+    return kind == ours or (kind == "graph" and ours == "dba+qe")
 
 
 def _by_queries(run: Run, row: Row, lookup: Lookup) -> list[list[Scores]]:
@@ -43,16 +49,18 @@ def figure3(run: Run, rows: Sequence[Row], lookup: Lookup) -> dict[str, Any]:
         settings = sweep(run, row)
         if settings:
             series.append({"label": row.label, "method": row.method, "nqe": [setting.k for setting in settings],
-                           "map": [mean_map(lookup, tested, None, setting) for setting in settings]})
-    return {"no_qe": mean_map(lookup, tested, None, None), "series": series}
+                           "map": [mean_map(lookup, tested, Pipeline(qe=setting)) for setting in settings]})
+    return {"no_qe": mean_map(lookup, tested, Pipeline()), "series": series}
 
 
 def figure4(run: Run, rows: Sequence[Row], lookup: Lookup) -> dict[str, Any]:
     """Relative gain in three groups of queries, by number of positives and by AP before expansion."""
     tested = run.datasets_of("test")
-    before = _pooled(lookup, tested, None)
-    after = {row.label: _pooled(lookup, tested, row.qe) for row in rows if row.kind == "qe"}
     result: dict[str, Any] = {"by_positives": {}, "by_ap_before": {}}
+    if not any(row.kind == "qe" for row in rows):
+        return result
+    before = _pooled(lookup, tested, None)
+    after = {row.label: _pooled(lookup, tested, row.pipeline.qe) for row in rows if row.kind == "qe"}
     for setup, (ap, positives) in before.items():
         for name, by, unit in (("by_positives", positives, 1), ("by_ap_before", ap, 100)):
             groups = {row.label: regimes(ap, after[row.label][setup][0], by) for row in rows if row.kind == "qe"}

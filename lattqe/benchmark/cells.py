@@ -1,5 +1,6 @@
-"""One cell of a run: one data set, with or without distractors and DBA, under one way of expanding its queries."""
+"""One cell of a run: one data set, with or without distractors, under one pipeline; and the file it is kept in."""
 
+import json
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +11,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from lattqe.benchmark.spec import Params, Setting
-from lattqe.evaluation import GroundTruth, Scores, evaluate, weights_by_rank
-from lattqe.expansion import Method, create
-from lattqe.expansion.attention import AttentionExpansion
-from lattqe.expansion.rows import expand_queries
+from lattqe.benchmark.spec import Params, Pipeline, Setting, graph_method
+from lattqe.evaluation import GroundTruth, Scores, evaluate, score_ranking, weights_by_rank
+from lattqe.expansion import METHODS, Method, create
+from lattqe.expansion.diffusion import GraphRows
+from lattqe.expansion.rows import Found, expand_queries, nearest
 from lattqe.search import Index
 from lattqe.store.manifest import canonical_json
 
@@ -23,12 +24,21 @@ FORMAT = 1  # of a stored cell; raised when the same key would hold other number
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured. `dba` and `qe` are None where the database, or the query, is used as it is."""
+    """What is measured. `dba` and `qe` are None where the database, or the query, is used as it is.
+
+    `rank` is None where rows are ranked by their products with the query.
+    """
 
     dataset: str
     distractors: str | None
     dba: Setting | None
     qe: Setting | None
+    rank: Setting | None = None
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """How its rows and queries are treated."""
+        return Pipeline(self.dba, self.qe, self.rank)
 
     def key(self, digests: Mapping[str, str], models: Mapping[str, str]) -> str:
         """A name for the cell's result: of its settings and of the content of all its inputs, not of their places.
@@ -36,7 +46,7 @@ class Cell:
         digests: of the rows, the queries and the ground truth; models: digest of each model by its address.
         """
         content = {"format": FORMAT, "inputs": dict(digests), "dba": _portable(self.dba, models),
-                   "qe": _portable(self.qe, models)}
+                   "qe": _portable(self.qe, models)} | ({} if self.rank is None else {"rank": self.rank.to_dict()})
         return xxhash.xxh3_128_hexdigest(canonical_json(content))
 
 
@@ -57,60 +67,95 @@ class Measured:
     seconds: dict[str, float]
     peak_bytes: int
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON-able; floats come back to the last bit."""
-        return {"scores": [one.to_dict() for one in self.scores], "weights": self.weights, "seconds": self.seconds,
-                "peak_bytes": self.peak_bytes}
+    def to_bytes(self, cell: Cell) -> bytes:
+        """JSON with a checksum of itself; floats come back to the last bit."""
+        named = {name: setting.to_dict() if setting else None
+                 for name, setting in (("dba", cell.dba), ("qe", cell.qe), ("rank", cell.rank))}
+        content = {"cell": {"dataset": cell.dataset, "distractors": cell.distractors, **named},
+                   "scores": [one.to_dict() for one in self.scores], "weights": self.weights, "seconds": self.seconds,
+                   "peak_bytes": self.peak_bytes}
+        return canonical_json({**content, "checksum": _checksum(content)})
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Measured":
-        """What `to_json` wrote."""
+    def from_bytes(cls, data: bytes) -> "Measured":
+        """What `to_bytes` wrote; ValueError where it was changed, cut or damaged."""
+        content = json.loads(data)
+        if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
+            raise ValueError("the checksum does not fit")
+        if not content["scores"]:
+            raise ValueError("no scores")
         return cls(tuple(Scores.from_dict(one) for one in content["scores"]), content["weights"], content["seconds"],
                    content["peak_bytes"])
 
 
-def measure(index: Index, xq: np.ndarray, truth: GroundTruth, settings: Sequence[Setting | None],
-            on_done: Callable[[Setting | None, Measured], None]) -> None:
-    """Measure several ways of expanding the same queries xq (nq, D) over one index; one search serves them all."""
-    depth = max((method_of(setting).depth(setting.k) for setting in settings if setting is not None), default=0)
+def _checksum(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(canonical_json(dict(content)))
+
+
+def measure(index: Index, xq: np.ndarray, truth: GroundTruth, pipelines: Sequence[Pipeline],
+            on_done: Callable[[Pipeline, Measured], None], exclude: np.ndarray | None = None) -> None:
+    """Measure several ways of asking the same queries xq (nq, D) of one index; one search serves them all.
+
+    The pipelines differ in `qe` and `rank`. exclude (nq,): the row of each query that is itself in the database.
+    """
+    settings = [each.qe for each in pipelines if each.qe is not None]
+    depth = max((method_of(setting).depth(setting.k) for setting in settings), default=0)
     started = time.perf_counter()
-    D, I = index.search(xq, min(depth, index.rows)) if depth else (None, None)  # noqa: E741
+    found = nearest(index, xq, min(depth, index.rows - (exclude is not None)), exclude) if depth else None
     searching = time.perf_counter() - started
-    for setting in settings:
+    rows: GraphRows | None = None
+    for pipeline in pipelines:
+        seconds = {"search": searching if pipeline.qe is not None else 0.0}
         started = time.perf_counter()
         expanded, weights = xq, None
-        if setting is not None and I is not None and D is not None:
-            expanded, weights = _expand(index, xq, I, D, setting, truth)
-        expanding = time.perf_counter() - started
-        started = time.perf_counter()
-        scores = tuple(evaluate(index, expanded, truth).values())
-        seconds = {"search": searching if setting is not None else 0.0, "expand": expanding,
-                   "evaluate": time.perf_counter() - started}
+        if pipeline.qe is not None and found is not None:
+            expanded, weights = _expand(index, xq, found, pipeline.qe, truth, exclude)
+        seconds["expand"] = time.perf_counter() - started
+        if pipeline.rank is not None:
+            rows = rows or GraphRows(index.gather(np.arange(index.rows)))
+            scores = _ranked(rows, expanded, pipeline.rank, truth, exclude, seconds)
+        else:
+            started = time.perf_counter()
+            scores = tuple(evaluate(index, expanded, truth).values())
+            seconds["evaluate"] = time.perf_counter() - started
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        on_done(setting, Measured(scores, weights, seconds, peak))
+        on_done(pipeline, Measured(scores, weights, seconds, peak))
+
+
+def _ranked(rows: GraphRows, xq: np.ndarray, setting: Setting, truth: GroundTruth,
+            exclude: np.ndarray | None, seconds: dict[str, float]) -> tuple[Scores, ...]:
+    """Scores of a ranking that is not by products; adds what its parts took."""
+    ranker = graph_method(setting)
+    preparing = ranker.prepare(rows)
+    started = time.perf_counter()
+    rankings = [block.astype(np.int32) for block in ranker.rankings(rows, xq, exclude)]
+    ranked = time.perf_counter()
+    scores = tuple(score_ranking(np.concatenate(rankings), truth).values())
+    seconds |= {"graph": rows.took["graph"], "prepare": preparing, "rank": ranked - started,
+                "evaluate": time.perf_counter() - ranked}
+    return scores
 
 
 def method_of(setting: Setting, dba: bool = False) -> Method:
     """The method of a setting, for queries or for database rows."""
-    return _method(setting.method, setting.params, dba and setting.method == "lattqe")
+    return _method(setting.method, setting.params, dba and bool(METHODS[setting.method].row_params))
 
 
 @lru_cache(maxsize=4)  # the settings of a grid share a network, and a large one takes a while to load
 def _method(name: str, params: Params, dba: bool) -> Method:
-    return create(name, **dict(params), **({"dba": True} if dba else {}))
+    return create(name, **dict(params), **(METHODS[name].row_params if dba else {}))
 
 
 def largest_k(setting: Setting) -> int | None:
     """The most neighbors that the setting's method can weigh; None: any number."""
-    method = method_of(setting)
-    return method.fast.config.max_k if isinstance(method, AttentionExpansion) else None
+    return method_of(setting).largest_k
 
 
-def _expand(index: Index, xq: np.ndarray, I: np.ndarray, D: np.ndarray, setting: Setting,  # noqa: E741
-            truth: GroundTruth) -> tuple[np.ndarray, dict[str, Any]]:
+def _expand(index: Index, xq: np.ndarray, found: Found, setting: Setting, truth: GroundTruth,
+            exclude: np.ndarray | None) -> tuple[np.ndarray, dict[str, Any]]:
     """Expanded queries (nq, D), and how the weights lie by rank and relevance."""
     method = method_of(setting)
-    done = expand_queries(index, xq, method, setting.k, found=(D, I))
-    k = min(setting.k, index.rows)
+    done = expand_queries(index, xq, method, setting.k, found=found, exclude=exclude)
+    k = min(setting.k, index.rows - (exclude is not None))
     profiles = weights_by_rank(done.weights, done.rows[:, 1 : 1 + k], truth)
     return done.vectors, {name: profile.to_dict() for name, profile in profiles.items()}

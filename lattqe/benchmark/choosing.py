@@ -6,33 +6,37 @@ from dataclasses import dataclass
 import numpy as np
 
 from lattqe.benchmark.cells import Cell, Measured, largest_k
-from lattqe.benchmark.spec import Dataset, Method, Run, Setting
+from lattqe.benchmark.spec import Candidate, Dataset, GraphCandidate, Pipeline, Run, Setting
 from lattqe.evaluation import Scores
 
 # The paper reports Medium and Hard, because Easy is saturated; the label protocol has one setup.
 LEFT_OUT = ("easy",)
 
 Lookup = Callable[[Cell], Measured]
-Pair = tuple[Setting | None, Setting]
 
 
 @dataclass(frozen=True)
 class Row:
     """One line of Table 3: a method with the setting that was chosen for it, and how it was chosen."""
 
-    kind: str  # "none", "qe" or "dba+qe"
+    kind: str  # "none", "qe", "dba+qe" or "graph"
     method: str
     label: str
-    dba: Setting | None
-    qe: Setting | None
+    pipeline: Pipeline
     choose: str
+    tried: tuple[Pipeline, ...]  # what it was chosen from, all of it measured on the sets that decided
 
     def cell(self, dataset: Dataset, distractors: str | None = None) -> Cell:
         """The cell of this row for a data set."""
-        return Cell(dataset.name, distractors, self.dba, self.qe)
+        return cell_of(dataset, self.pipeline, distractors)
 
 
-NO_EXPANSION = Row("none", "none", "no expansion", None, None, "fixed")
+def cell_of(dataset: Dataset, pipeline: Pipeline, distractors: str | None = None) -> Cell:
+    """The cell of a data set under some pipeline."""
+    return Cell(dataset.name, distractors, pipeline.dba, pipeline.qe, pipeline.rank)
+
+
+NO_EXPANSION = Row("none", "none", "no expansion", Pipeline(), "fixed", (Pipeline(),))
 
 
 def reported(scores: Sequence[Scores]) -> list[Scores]:
@@ -40,58 +44,64 @@ def reported(scores: Sequence[Scores]) -> list[Scores]:
     return [one for one in scores if one.setup not in LEFT_OUT]
 
 
-def mean_map(lookup: Lookup, datasets: Sequence[Dataset], dba: Setting | None, qe: Setting | None) -> float:
+def mean_map(lookup: Lookup, datasets: Sequence[Dataset], pipeline: Pipeline) -> float:
     """Mean mAP in percent over all reported setups of some data sets, without distractors."""
-    values = [one.mean_ap for dataset in datasets
-              for one in reported(lookup(Cell(dataset.name, None, dba, qe)).scores)]
+    values = [one.mean_ap for dataset in datasets for one in reported(lookup(cell_of(dataset, pipeline)).scores)]
     return 100 * float(np.mean(values))
 
 
-def judges(run: Run, method: Method) -> list[Dataset]:
+def judges(run: Run, method: Candidate | GraphCandidate) -> list[Dataset]:
     """The data sets that decide the settings of a method."""
     return run.datasets_of("validation" if method.choose == "validation" else "test")
 
 
-def qe_row(run: Run, lookup: Lookup, method: Method) -> Row:
+def qe_row(run: Run, lookup: Lookup, method: Candidate) -> Row:
     """The line of a method for queries against the original database."""
-    pairs: list[Pair] = [(None, setting) for setting in method.qe_settings()]
-    return _best(run, lookup, method, "qe", method.label, pairs, grid=len(pairs) > 1)
+    pipelines = [Pipeline(qe=setting) for setting in method.qe_settings()]
+    return _best(run, lookup, method, "qe", method.label, pipelines, grid=len(pipelines) > 1)
 
 
-def dba_row(run: Run, lookup: Lookup, method: Method) -> Row:
+def dba_row(run: Run, lookup: Lookup, method: Candidate) -> Row:
     """The line of a method for queries and database, with the parameters that were settled for queries."""
-    pairs = dba_pairs(run, lookup, method)
-    grid = len(pairs) > 1 or len(method.variants()) > 1
-    return _best(run, lookup, method, "dba+qe", method.dba_label, pairs, grid)
+    pipelines = dba_pipelines(run, lookup, method)
+    grid = len(pipelines) > 1 or len(method.variants()) > 1
+    return _best(run, lookup, method, "dba+qe", method.dba_label, pipelines, grid)
 
 
-def dba_pairs(run: Run, lookup: Lookup, method: Method) -> list[Pair]:
+def graph_row(run: Run, lookup: Lookup, method: GraphCandidate) -> Row:
+    """The line of a method on the whole graph."""
+    return _best(run, lookup, method, "graph", method.label, method.pipelines, grid=len(method.pipelines) > 1)
+
+
+def dba_pipelines(run: Run, lookup: Lookup, method: Candidate) -> list[Pipeline]:
     """The settings of database and queries to choose from."""
-    settled = qe_row(run, lookup, method).qe if len(method.variants()) > 1 else method.qe_settings()[0]
-    return list(method.dba_settings(settled.params)) if settled is not None else []
+    settled = qe_row(run, lookup, method).pipeline.qe if len(method.variants()) > 1 else method.qe_settings()[0]
+    return [Pipeline(*pair) for pair in method.dba_settings(settled.params)] if settled is not None else []
 
 
-def _best(run: Run, lookup: Lookup, method: Method, kind: str, label: str, pairs: Sequence[Pair], grid: bool) -> Row:
+def _best(run: Run, lookup: Lookup, method: Candidate | GraphCandidate, kind: str, label: str,
+          pipelines: Sequence[Pipeline], grid: bool) -> Row:
     choose = method.choose if grid or method.choose == "model" else "fixed"
-    if len(pairs) == 1:
-        return Row(kind, method.method, label, *pairs[0], choose)
-    # The first of equals: a function of the grid's order, not of rounding in some sort.
-    best = max(pairs, key=lambda pair: mean_map(lookup, judges(run, method), *pair))
-    return Row(kind, method.method, label, *best, choose)
+    best = pipelines[0]
+    if len(pipelines) > 1:  # the first of equals: a function of the grid's order, not of rounding in some sort
+        best = max(pipelines, key=lambda pipeline: mean_map(lookup, judges(run, method), pipeline))
+    return Row(kind, method.method, label, best, choose, tuple(pipelines) if choose == "test" else (best,))
 
 
 def choose_rows(run: Run, lookup: Lookup) -> list[Row]:
-    """All lines of Table 3: no expansion, queries, database and queries."""
+    """All lines of Table 3: no expansion, queries, database and queries, the whole graph."""
     return [NO_EXPANSION, *(qe_row(run, lookup, method) for method in run.methods),
-            *(dba_row(run, lookup, method) for method in run.methods if method.ndba)]
+            *(dba_row(run, lookup, method) for method in run.methods if method.ndba),
+            *(graph_row(run, lookup, method) for method in run.graph_methods)]
 
 
 def sweep(run: Run, row: Row) -> list[Setting]:
     """The settings of figure 3 for one line: other numbers of neighbors, as far as the method can take them."""
-    if row.kind != "qe" or row.qe is None:
+    qe = row.pipeline.qe
+    if row.kind != "qe" or qe is None:
         return []
-    most = largest_k(row.qe)
-    return [Setting(row.method, k, row.qe.params) for k in run.nqe_sweep if most is None or k <= most]
+    most = largest_k(qe)
+    return [Setting(row.method, k, qe.params) for k in run.nqe_sweep if most is None or k <= most]
 
 
 def missing_cells(run: Run, lookup: Lookup, is_missing: Callable[[Cell], bool]) -> list[Cell]:
@@ -100,7 +110,7 @@ def missing_cells(run: Run, lookup: Lookup, is_missing: Callable[[Cell], bool]) 
     First no expansion, which tells whether the features are what they should be; then what settles the queries'
     parameters, then the database's; then everything that is shown.
     """
-    for step in (_plain_cells, _qe_grid, _dba_grid, _shown_cells):
+    for step in (_plain_cells, _qe_grid, _dba_grid, _graph_grid, _shown_cells):
         cells = [cell for cell in dict.fromkeys(step(run, lookup)) if is_missing(cell)]
         if cells:
             return cells
@@ -121,9 +131,15 @@ def _qe_grid(run: Run, lookup: Lookup) -> Iterable[Cell]:
 
 def _dba_grid(run: Run, lookup: Lookup) -> Iterable[Cell]:
     for method in run.methods:
-        pairs = dba_pairs(run, lookup, method) if method.ndba else []
-        if len(pairs) > 1:
-            yield from (Cell(dataset.name, None, *pair) for dataset in judges(run, method) for pair in pairs)
+        pipelines = dba_pipelines(run, lookup, method) if method.ndba else []
+        if len(pipelines) > 1:
+            yield from (cell_of(dataset, each) for dataset in judges(run, method) for each in pipelines)
+
+
+def _graph_grid(run: Run, lookup: Lookup) -> Iterable[Cell]:
+    for method in run.graph_methods:
+        if len(method.pipelines) > 1:
+            yield from (cell_of(dataset, each) for dataset in judges(run, method) for each in method.pipelines)
 
 
 def _shown_cells(run: Run, lookup: Lookup) -> Iterable[Cell]:

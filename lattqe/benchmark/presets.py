@@ -1,128 +1,171 @@
-"""Runs that need no file: the revisited benchmarks, the photographs, the synthetic landmarks."""
+"""Runs that need no file: each preset says in one place what it is, which options it takes, and how its run is made."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from lattqe.benchmark.models import as_trained
-from lattqe.benchmark.spec import Dataset, Distractors, Method, Run
+from lattqe.benchmark.spec import (
+    Candidate,
+    Dataset,
+    Distractors,
+    GraphCandidate,
+    Pipeline,
+    Run,
+    Setting,
+    as_trained,
+    graph_candidate,
+    tuned,
+)
 from lattqe.datasets import photos
+from lattqe.datasets.prepare import Report, store, store_synthetic
 from lattqe.datasets.revisited import save_gnd
-from lattqe.datasets.synthetic import SyntheticSplit, SyntheticWorld
+from lattqe.datasets.synthetic import SyntheticWorld
 from lattqe.errors import LattqeError
-from lattqe.store import FeatureSet, FeatureWriter
+from lattqe.expansion import METHODS
+from lattqe.store import FeatureSet, FeatureWriter, open_place
 
-PRESETS = ("revisited", "photos", "synthetic")
 PHOTO_COLUMNS = 128  # trains in minutes on two cores
-Block = tuple[np.ndarray, list[str], np.ndarray | None]
+# nDBA and the nQE with it for classes of fifty and more images, where augmentation is worth more neighbors.
+PHOTO_DBA = {"aqe": ((4, 8, 12), (2, 4, 8)), "aqewd": ((8, 12, 16, 24, 36), (8, 12, 16, 24)),
+             "dqe": ((4, 8, 12), (4, 8, 12)), "alphaqe": ((8, 16, 24, 36), (8, 16, 24))}
 
 
-def store(uri: str, blocks: Iterable[Block], dim: int, source: dict[str, object], labels: bool = True) -> str:
-    """Write blocks of (vectors, ids, labels) as float32 features, unless they are there already; their address."""
-    writer = FeatureWriter(uri, dim, "float32", labels=labels, config=source)
-    if writer.finished is None:
-        with writer:
-            for vectors, ids, own in blocks:
-                writer.append(vectors, ids, own if labels else None)
-    return uri
+@dataclass(frozen=True)
+class Options:
+    """What the command line gives a preset; None where it does not."""
+
+    folder: str
+    data: str | None = None
+    model: str | None = None
+    columns: int | None = None
 
 
-def competitors() -> list[Method]:
-    """The paper's four competitors with grids to be tuned on test, as the paper did."""
-    return [
-        Method("aqe", "AQE", "test", (1, 2, 4, 6, 8, 12, 16), (2, 4, 8), (2, 4, 8)),
-        Method("aqewd", "AQEwD", "test", (2, 4, 6, 8, 10, 12, 16, 24), (4, 8, 12), (4, 8, 12)),
-        Method("dqe", "DQE", "test", (2, 4, 8, 12), (2, 4, 8), (2, 4, 8), {"C": (0.1, 1.0), "negatives": (5, 50)}),
-        Method("alphaqe", "αQE", "test", (8, 10, 16, 24, 36, 48, 72), (10, 24, 36), (4, 10, 24),
-               {"alpha": (1.0, 2.0, 3.0, 4.0)}),
-    ]
+@dataclass(frozen=True)
+class Preset:
+    """A run that has a name: a line for its help, the options it takes, and how it is made."""
+
+    line: str
+    takes: tuple[str, ...]
+    make: Callable[[Options], Run]
 
 
-def photo_competitors() -> list[Method]:
-    """The same for classes of fifty and more images: augmentation is worth more neighbors there."""
-    depths = {"aqe": ((4, 8, 12), (2, 4, 8)), "aqewd": ((8, 12, 16, 24, 36), (8, 12, 16, 24)),
-              "dqe": ((4, 8, 12), (4, 8, 12)), "alphaqe": ((8, 16, 24, 36), (8, 16, 24))}
-    return [replace(one, ndba=depths[one.method][0], nqe_with_dba=depths[one.method][1]) for one in competitors()]
+def competitors() -> list[Candidate]:
+    """Every method without learning, over what it says is worth trying, tuned on test as the paper did."""
+    return [tuned(name) for name, method in METHODS.items() if not method.learned]
 
 
-def all_methods(model: str | None, others: Sequence[Method]) -> tuple[Method, ...]:
+def photo_competitors() -> list[Candidate]:
+    """The same for classes of fifty and more images."""
+    return [replace(one, ndba=PHOTO_DBA[one.method][0], nqe_with_dba=PHOTO_DBA[one.method][1])
+            if one.method in PHOTO_DBA else one for one in competitors()]
+
+
+def graph_rivals() -> tuple[GraphCandidate, ...]:
+    """What a user with a neighbor graph would pick instead of DBA: diffusion, alone and after DBA + QE; propagation."""
+    decay = METHODS["aqewd"]
+    before = Pipeline(Setting("aqewd", 12), Setting("aqewd", 8))
+    after = f"{decay.dba_label} + {decay.label} + "
+    alone: dict[str, Any] = {"kq": (5, 10), "kd": (20, 30), "gamma": (3.0,), "alpha": (0.9, 0.99)}
+    behind: dict[str, Any] = {"kq": (10, 20), "kd": (20, 30), "gamma": (6.0,), "alpha": (0.9, 0.97)}
+    return (graph_candidate("diffusion", "test", **alone),
+            graph_candidate("diffusion", "test", f"{after}diffusion", before, **behind),
+            graph_candidate("offline-diffusion", "test", kq=(5, 10), kd=(20,), gamma=(3.0,), alpha=(0.9, 0.99)),
+            graph_candidate("offline-diffusion", "test", f"{after}offline diffusion", before, kq=(10, 20), kd=(20,),
+                            gamma=(6.0,), alpha=(0.9,)),
+            graph_candidate("propagation", "test", f"propagation + {decay.label}", Pipeline(qe=Setting("aqewd", 12))))
+
+
+def all_methods(model: str | None, others: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """The competitors and, where there is a model, LAttQE with the numbers its training chose."""
     return (*others, *([as_trained(model)] if model is not None else []))
 
 
-def photos_run(data: Path | None, folder: str, model: str | None, columns: int = PHOTO_COLUMNS) -> Run:
-    """Four sets of photographs, each also with the other three as distractors; the first `columns` of the vectors."""
-    source = photos.photos_folder(data / "photos" if data is not None and (data / "photos").is_dir() else data)
+def photo_sets(data: str | None, folder: str, columns: int) -> tuple[list[Dataset], list[Distractors]]:
+    """The test splits of the photographs as feature sets, each with the other three as its distractors."""
+    given = Path(data) if data is not None else None
+    source = photos.photos_folder(given / "photos" if given is not None and (given / "photos").is_dir() else given)
     prefix = f"{folder}/features/{columns}"
     datasets, distractors = [], []
     for name in photos.SETS:
         split = photos.load_photos(name, "test", source, columns=columns)
         origin: dict[str, object] = {"photos": name, "split": "test", "columns": columns}
         database = store(f"{prefix}/{name}", [(split.xb, split.ids, split.labels)], columns, origin)
-        asked: list[Block] = [(split.xq, split.query_ids, split.query_labels)]
-        datasets.append(Dataset(name, database, store(f"{prefix}/{name}-queries", asked, columns, origin)))
+        queries = store(f"{prefix}/{name}-queries", [(split.xq, split.query_ids, split.query_labels)], columns, origin)
+        datasets.append(Dataset(name, database.uri, queries.uri))
     for name in photos.SETS:
         rest = [FeatureSet.open(f"{prefix}/{other}") for other in photos.SETS if other != name]
-        blocks: list[Block] = [(each.read(), each.ids(), None) for each in rest]
-        others: dict[str, object] = {"photos": f"all but {name}", "columns": columns}
-        uri = store(f"{prefix}/{name}-others", blocks, columns, others, labels=False)
+        uri = unlabelled(f"{prefix}/{name}-others", rest, {"photos": f"all but {name}", "columns": columns})
         distractors.append(Distractors("others", uri, of=name))
+    return datasets, distractors
+
+
+def unlabelled(uri: str, sets: Sequence[FeatureSet], source: dict[str, object]) -> str:
+    """The rows of some feature sets as one without labels, unless it is there already; its address."""
+    writer = FeatureWriter(uri, sets[0].dim, "float32", labels=False, config=source)
+    if writer.finished is None:
+        with writer:
+            for each in sets:
+                writer.append(each.read(), each.ids())
+    return uri
+
+
+def photos_run(options: Options) -> Run:
+    """Four sets of photographs, each also with the other three as distractors; the first columns of the vectors."""
+    datasets, distractors = photo_sets(options.data, options.folder, options.columns or PHOTO_COLUMNS)
     return Run("Photographs: birds, cars, groceries, objects", tuple(datasets),
-               all_methods(model, photo_competitors()), tuple(distractors))
+               all_methods(options.model, photo_competitors()), tuple(distractors), graph_methods=graph_rivals())
 
 
-def store_synthetic(split: SyntheticSplit, folder: str) -> tuple[str, str]:
-    """Write a synthetic split as features; addresses of its database and of its queries ('' where it has none)."""
-    world = split.world
-    origin: dict[str, object] = {"synthetic": split.name, "seed": world.seed, "scale": world.scale, "rows": split.rows}
-    database = store(f"{folder}/features/{split.name}", split.blocks(), split.dim, origin)
-    if not split.queries:
-        return database, ""
-    queries: list[Block] = [(split.query_vectors, split.query_ids, split.query_labels)]
-    return database, store(f"{folder}/features/{split.name}-queries", queries, split.dim, origin)
-
-
-def synthetic_run(folder: str, methods: tuple[Method, ...], world: SyntheticWorld | None = None) -> Run:
+def synthetic_run(folder: str, methods: tuple[Candidate, ...], world: SyntheticWorld | None = None) -> Run:
     """Landmarks with few relevant images (like Oxford) and with many (like Paris), with and without distractors."""
     world = world or SyntheticWorld()
-    datasets = []
+    base = f"{folder.rstrip('/')}/features"
+    place, made, datasets = open_place(base), Report(), []
     for name in ("oxford", "paris"):
         split = world.split(name)
-        database, queries = store_synthetic(split, folder)
-        truth = Path(folder) / "features" / f"gnd_{name}.json"
-        if not truth.exists():
-            save_gnd(truth, split.revisited())
-        datasets.append(Dataset(name, database, queries, str(truth)))
-    more, _ = store_synthetic(world.split("distractors"), folder)
-    return Run("Synthetic landmarks", tuple(datasets), methods, (Distractors("distractors", more),))
+        store_synthetic(split, base, made)
+        if not place.exists(f"gnd_{name}.json"):
+            with tempfile.TemporaryDirectory(prefix="lattqe-benchmark-") as scratch:
+                save_gnd(Path(scratch) / "gnd.json", split.revisited())
+                place.write(f"gnd_{name}.json", (Path(scratch) / "gnd.json").read_bytes())
+        datasets.append(Dataset(name, f"{base}/{name}", f"{base}/{name}-queries", f"{base}/gnd_{name}.json"))
+    store_synthetic(world.split("distractors"), base, made)
+    return Run("Synthetic landmarks", tuple(datasets), methods, (Distractors("distractors", f"{base}/distractors"),))
 
 
-def revisited_run(data: Path | None, model: str | None) -> Run:
-    """Revisited Oxford and Paris with a million distractors, for whoever has the features.
+def revisited_run(options: Options) -> Run:
+    """Revisited Oxford and Paris with a million distractors, for those who have the features.
 
     `data` holds roxford5k, roxford5k-queries, rparis6k, rparis6k-queries and (optionally) r1m as feature sets, and
-    gnd_roxford5k.pkl and gnd_rparis6k.pkl as published.
+    gnd_roxford5k.pkl and gnd_rparis6k.pkl as published; a folder or an s3:// address.
     """
-    if data is None:
+    if options.data is None:
         raise LattqeError("where are the features of roxford5k and rparis6k? Name their folder with --data")
-    datasets = tuple(Dataset(name, str(data / name), str(data / f"{name}-queries"), str(data / f"gnd_{name}.pkl"))
+    data = options.data.rstrip("/")
+    datasets = tuple(Dataset(name, f"{data}/{name}", f"{data}/{name}-queries", f"{data}/gnd_{name}.pkl")
                      for name in ("roxford5k", "rparis6k"))
-    distractors = (Distractors("r1m", str(data / "r1m")),) if (data / "r1m").exists() else ()
-    return Run("Revisited Oxford and Paris", datasets, all_methods(model, competitors()), distractors,
-               published=True)
+    there = open_place(f"{data}/r1m").exists("manifest.json")
+    return Run("Revisited Oxford and Paris", datasets, all_methods(options.model, competitors()),
+               (Distractors("r1m", f"{data}/r1m"),) if there else (), published=True)
 
 
-def preset_run(name: str, data: Path | None, folder: str, model: str | None, columns: int | None = None) -> Run:
-    """The run of a preset; data that it makes or cuts go to `folder`/features."""
-    folder = folder.rstrip("/")
-    if columns is not None and name != "photos":
-        raise LattqeError("--columns belongs to the photos preset: other features are used whole")
-    if name == "photos":
-        return photos_run(data, folder, model, columns or PHOTO_COLUMNS)
-    if name == "revisited":
-        return revisited_run(data, model)
-    if data is not None:
-        raise LattqeError("the synthetic preset makes its own data: leave --data out")
-    return synthetic_run(folder, all_methods(model, competitors()))
+PRESETS: dict[str, Preset] = {
+    "revisited": Preset("Revisited Oxford and Paris, for those who have the features", ("data", "model"),
+                        revisited_run),
+    "photos": Preset("four sets of photographs", ("data", "model", "columns"), photos_run),
+    "synthetic": Preset("synthetic landmarks, made on the spot", ("model",), lambda options: synthetic_run(
+        options.folder, all_methods(options.model, competitors()))),
+}
+
+
+def preset_run(name: str, options: Options) -> Run:
+    """The run of a preset; data that it makes or cuts go to `folder`/features. Options it does not take are refused."""
+    preset = PRESETS[name]
+    for option in ("data", "model", "columns"):
+        if getattr(options, option) is not None and option not in preset.takes:
+            having = [other for other, each in PRESETS.items() if option in each.takes]
+            raise LattqeError(f"the preset {name} takes no --{option}, which belongs to {', '.join(having)}: leave it "
+                              "out")
+    return preset.make(replace(options, folder=options.folder.rstrip("/")))

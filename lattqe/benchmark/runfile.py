@@ -1,18 +1,34 @@
 """Reading a run's TOML file: every key checked, nothing assumed in silence."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lattqe.benchmark.models import as_trained, trained_ablations
-from lattqe.benchmark.spec import CHOICES, LABELS, NQE_SWEEP, ROLES, Ablation, Dataset, Distractors, Method, Run
+from lattqe.benchmark.spec import (
+    CHOICES,
+    GRAPH_METHODS,
+    NQE_SWEEP,
+    ROLES,
+    Ablation,
+    Candidate,
+    Dataset,
+    Distractors,
+    GraphCandidate,
+    Pipeline,
+    Run,
+    Setting,
+    as_trained,
+    graph_candidate,
+    graph_method,
+    trained_ablations,
+)
 from lattqe.errors import LattqeError
-from lattqe.expansion import METHODS
+from lattqe.expansion import METHODS, create
 
-# The parameters of each method that a file may give, as one value or as a list to choose from.
-PARAMETERS: dict[str, dict[str, type]] = {"alphaqe": {"alpha": float}, "dqe": {"C": float, "negatives": int}}
+MOST_BYTES = 1 << 20  # of a run's file: more is not written by hand
+MOST_NUMBER = 10**6  # of neighbors, and of resamples: beyond it memory ends before sense does
 RUN_KEYS = {"title", "dataset", "distractors", "method", "ablation", "ablations", "nqe_sweep", "published", "bootstrap"}
 
 
@@ -20,10 +36,16 @@ def load_run(path: str | Path) -> Run:
     """Read a run's TOML file; relative addresses in it are taken from its own folder."""
     path = Path(path)
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise LattqeError(f"{path} has more than {MOST_BYTES:,} bytes: a run's file names data, it holds none")
+        content = tomllib.loads(data.decode())
     except OSError as error:
         raise LattqeError(f"cannot read {path}: {error.strerror}: give a TOML file, or a preset") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise LattqeError(f"{path} is not valid TOML for a run: its values are nested too deeply") from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
         raise LattqeError(f"{path} is not valid TOML: {error}") from error
     return parse_run(content, path.parent, str(path))
 
@@ -35,7 +57,8 @@ def parse_run(content: Mapping[str, Any], folder: Path, where: str) -> Run:
     run = Run(
         title=top.text("title", "Benchmark"),
         datasets=tuple(_dataset(entry) for entry in top.tables("dataset")),
-        methods=tuple(_method(entry) for entry in top.tables("method")),
+        methods=tuple(_method(entry) for entry in top.tables("method") if not _on_graph(entry)),
+        graph_methods=tuple(_graph_method(entry) for entry in top.tables("method") if _on_graph(entry)),
         distractors=tuple(_distractors(entry) for entry in top.tables("distractors")),
         ablations=(*(_ablation(entry) for entry in top.tables("ablation")),
                    *(trained_ablations(top.address("ablations")) if "ablations" in content else ())),
@@ -50,16 +73,17 @@ def _check_run(run: Run, where: str) -> None:
     """Refuse what is whole in its parts but contradicts itself."""
     if not run.datasets_of("test"):
         raise LattqeError(f"{where}: no [[dataset]] with role 'test': there is nothing to measure")
-    if not run.methods:
+    if not run.methods and not run.graph_methods:
         raise LattqeError(f"{where}: no [[method]]: there is nothing to compare")
-    if any(method.choose == "validation" for method in run.methods) and not run.datasets_of("validation"):
+    methods: list[Candidate | GraphCandidate] = [*run.methods, *run.graph_methods]
+    if any(method.choose == "validation" for method in methods) and not run.datasets_of("validation"):
         raise LattqeError(f"{where}: a method is chosen on validation, but no [[dataset]] has role 'validation'")
     names = [dataset.name for dataset in run.datasets]
     for each in run.distractors:
         if each.of is not None and each.of not in names:
             raise LattqeError(f"{where}: distractors {each.name!r} are of {each.of!r}, which is no [[dataset]]")
     columns = [f"{dataset.name}+{distractors}" for dataset, distractors in run.columns()]
-    for kind, found in (("dataset", names), ("distractors", columns), ("method", [one.label for one in run.methods]),
+    for kind, found in (("dataset", names), ("distractors", columns), ("method", [one.label for one in methods]),
                         ("ablation", [one.label for one in run.ablations])):
         twice = sorted({name for name in found if found.count(name) > 1})
         if twice:
@@ -120,6 +144,8 @@ class Entry:
         values = list(value) if isinstance(value, list | tuple) else [value]
         if not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in values):
             raise LattqeError(f"{self.where}: {key} must be whole numbers from 1, not {value!r}")
+        if max(values, default=0) > MOST_NUMBER:
+            raise LattqeError(f"{self.where}: {key} is {max(values):.3g}: use at most {MOST_NUMBER:,}")
         if key in self.content and not values:
             raise LattqeError(f"{self.where}: {key} is an empty list: give a number, or leave it out")
         return tuple(dict.fromkeys(values))
@@ -156,28 +182,70 @@ def _ablation(entry: Entry) -> Ablation:
     return Ablation(entry.text("label"), model, nqe[0])
 
 
-def _method(entry: Entry) -> Method:
-    name = entry.one_of("method", tuple(METHODS), "")
-    own = PARAMETERS.get(name, {})
-    keys = {"method", "label", "choose", "nqe", "ndba", "nqe_with_dba", *own}
-    entry.known(keys | {"model"} if name == "lattqe" else keys)
-    label = entry.text("label", LABELS[name])
-    if name == "lattqe" and "nqe" not in entry.content:
+def _on_graph(entry: Entry) -> bool:
+    return entry.content.get("method") in list(GRAPH_METHODS)
+
+
+def _method(entry: Entry) -> Candidate:
+    name = entry.one_of("method", (*METHODS, *GRAPH_METHODS), "")
+    of = METHODS[name]
+    entry.known({"method", "label", "choose", "nqe", "ndba", "nqe_with_dba", *of.parameters()})
+    label = entry.text("label", of.label)
+    if of.learned and "nqe" not in entry.content:
         for key in ("choose", "ndba", "nqe_with_dba"):
             if key in entry.content and entry.content[key] != "model":
                 raise LattqeError(f"{entry.where}: {key} without nqe: give nqe too, or neither, to take what the "
                                   "model's training chose")
-        return as_trained(entry.address("model"), label)
+        return as_trained(entry.address("model"), label, name)
     choose = entry.one_of("choose", CHOICES[:-1], "fixed")
     nqe, ndba = entry.numbers("nqe"), entry.numbers("ndba")
     if not nqe:
         raise LattqeError(f"{entry.where}: method {name!r} needs nqe, the number of neighbors for queries")
-    params = {key: entry.values(key, kind) for key, kind in own.items() if key in entry.content}
-    if name == "lattqe":
-        params["model"] = (entry.address("model"),)
-    method = Method(name, label, choose, nqe, ndba, entry.numbers("nqe_with_dba", nqe) if ndba else (), params)
+    params = {key: (entry.address(key),) if each.address else entry.values(key, each.kind)
+              for key, each in of.parameters().items() if key in entry.content or (each.address and of.learned)}
+    method = Candidate(name, label, choose, nqe, ndba, entry.numbers("nqe_with_dba", nqe) if ndba else (), params)
     if choose == "fixed" and max(len(method.qe_settings()), len(method.dba_settings(method.variants()[0]))) > 1:
-        raise LattqeError(f"{entry.where}: method {label!r} is fixed but has several settings: give one, or set choose "
-                          "to 'validation' or 'test'")
+        raise _not_fixed(entry, label)
+    if not of.learned:  # a network is loaded, and its values are checked, when the run is planned
+        for each in method.variants():
+            _checked(entry, lambda each=each: create(name, **dict(each)))  # type: ignore[misc]
     return method
 
+
+def _graph_method(entry: Entry) -> GraphCandidate:
+    """Diffusion or propagation; `before` names the method of the DBA (`ndba`) and the QE (`nqe`) that come first."""
+    name = entry.text("method")
+    own = GRAPH_METHODS[name].parameters()
+    entry.known({"method", "label", "choose", "before", "ndba", "nqe", *own})
+    before = Pipeline()
+    if "before" in entry.content:
+        first = entry.one_of("before", tuple(each for each, of in METHODS.items() if not of.learned), "")
+        one = [entry.numbers(key) for key in ("ndba", "nqe")]
+        if not any(one) or any(len(numbers) > 1 for numbers in one):
+            raise LattqeError(f"{entry.where}: before needs ndba or nqe, one number each")
+        before = Pipeline(*(Setting(first, numbers[0]) if numbers else None for numbers in one))
+    elif "ndba" in entry.content or "nqe" in entry.content:
+        raise LattqeError(f"{entry.where}: ndba and nqe of {name} need before, the method that uses them")
+    choose = entry.one_of("choose", CHOICES[:-1], "fixed")
+    tries = {key: entry.values(key, each.kind) if key in entry.content else (each.default,)
+             for key, each in own.items()}
+    candidate = graph_candidate(name, choose, entry.text("label", GRAPH_METHODS[name].label), before, **tries)
+    if choose == "fixed" and len(candidate.pipelines) > 1:
+        raise _not_fixed(entry, candidate.label)
+    for each in candidate.pipelines:
+        setting = each.rank or each.dba
+        _checked(entry, lambda setting=setting: graph_method(setting))  # type: ignore[misc]
+    return candidate
+
+
+def _checked(entry: Entry, make: Callable[[], Any]) -> None:
+    """Refuse values that a method itself refuses, naming the entry."""
+    try:
+        make()
+    except LattqeError as error:
+        raise LattqeError(f"{entry.where}: {error}") from None
+
+
+def _not_fixed(entry: Entry, label: str) -> LattqeError:
+    return LattqeError(f"{entry.where}: method {label!r} is fixed but has several settings: give one, or set choose to "
+                       "'validation' or 'test'")

@@ -1,16 +1,24 @@
-"""What a benchmark run measures: data sets, distractors, methods with their settings, and how those are chosen."""
+"""What a run measures: data sets, distractors, methods with their settings, how those are chosen, and what a trained
+model says about how it wants to be used.
+"""
 
 import itertools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lattqe.errors import LattqeError
+from lattqe.expansion import METHODS
+from lattqe.expansion.base import Described
+from lattqe.expansion.diffusion import RANKERS, Propagation
+from lattqe.store import load_model, open_place
+
 # fixed: given; validation, test: the best of a grid there; model: what training chose on its own validation sets.
 CHOICES = ("fixed", "validation", "test", "model")
 ROLES = ("test", "validation")
-LABELS = {"aqe": "AQE", "aqewd": "AQEwD", "dqe": "DQE", "alphaqe": "αQE", "lattqe": "LAttQE"}
-DBA_LABELS = {"aqe": "ADBA", "aqewd": "ADBAwD", "dqe": "DDBA", "alphaqe": "αDBA", "lattqe": "LAttDBA"}
 NQE_SWEEP = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+NUMBERS = ("nqe", "ndba", "nqe_with_dba")
 
 Params = tuple[tuple[str, Any], ...]
 
@@ -28,7 +36,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Distractors:
-    """Rows that are relevant to nobody; `of` names the one data set they are for, None: all of them."""
+    """Rows that are relevant to no query; `of` names the one data set they are for, None: all of them."""
 
     name: str
     features: str
@@ -37,7 +45,7 @@ class Distractors:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way of expanding: a method with its parameters, and the number of neighbors it weighs."""
+    """One step of a pipeline: a method with its parameters, and the number of neighbors it weighs."""
 
     method: str
     k: int
@@ -46,6 +54,15 @@ class Setting:
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
         return {"method": self.method, "k": self.k, **dict(self.params)}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How rows and queries are treated: rows augmented, queries expanded, rows ranked otherwise than by products."""
+
+    dba: Setting | None = None
+    qe: Setting | None = None
+    rank: Setting | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +80,7 @@ class Ablation:
 
 
 @dataclass(frozen=True)
-class Method:
+class Candidate:
     """A method with the settings it may take: one, or a grid that validation or test decides.
 
     The method's own parameters and nQE are settled for queries first; nDBA and the nQE that goes with it are settled
@@ -81,12 +98,11 @@ class Method:
     @property
     def dba_label(self) -> str:
         """'AQE' -> 'ADBA + AQE'."""
-        return f"{DBA_LABELS[self.method]} + {self.label}"
+        return f"{METHODS[self.method].dba_label} + {self.label}"
 
     def variants(self) -> list[Params]:
         """All combinations of the method's own parameters."""
-        names = sorted(self.params)
-        return [tuple(zip(names, values)) for values in itertools.product(*(self.params[name] for name in names))]
+        return combinations(self.params)
 
     def qe_settings(self) -> list[Setting]:
         """Settings for queries against the original database."""
@@ -99,17 +115,73 @@ class Method:
 
 
 @dataclass(frozen=True)
+class GraphCandidate:
+    """A method on the whole graph with the pipelines it may take: diffusion alone or after DBA + QE, propagation."""
+
+    method: str
+    label: str
+    choose: str
+    pipelines: tuple[Pipeline, ...]
+
+
+def combinations(params: Mapping[str, tuple[Any, ...]]) -> list[Params]:
+    """All combinations of parameters that each may take several values."""
+    names = sorted(params)
+    return [tuple(zip(names, values)) for values in itertools.product(*(params[name] for name in names))]
+
+
+def tuned(method: str, choose: str = "test") -> Candidate:
+    """A method without learning over all that its class says is worth trying."""
+    of = METHODS[method]
+    return Candidate(method, of.label, choose, of.tries_k, *of.tries_dba,
+                     {name: each.tries for name, each in of.parameters().items()})
+
+
+GRAPH_METHODS: dict[str, type[Described]] = {**RANKERS, Propagation.name: Propagation}
+
+
+def graph_candidate(method: str, choose: str, label: str = "", before: Pipeline | None = None,
+                    **tries: tuple[Any, ...]) -> GraphCandidate:
+    """A method on the whole graph, over the values given and those its class says are worth trying.
+
+    before: what is done first. A ranker follows it; propagation takes the place of its augmentation.
+    """
+    of: Any = GRAPH_METHODS[method]
+    before = before or Pipeline()
+    own = {name: tries.get(name, each.tries) for name, each in of.parameters().items()}
+    first = next(iter(own))  # kq, k: what Setting calls k
+    settings = [Setting(method, k, params) for params in combinations({n: v for n, v in own.items() if n != first})
+                for k in own[first]]
+    ranks = method in RANKERS
+    pipelines = tuple(Pipeline(before.dba, before.qe, each) if ranks else Pipeline(each, before.qe)
+                      for each in settings)
+    return GraphCandidate(method, label or of.label, choose, pipelines)
+
+
+def graph_method(setting: Setting) -> Any:
+    """The ranker, or the propagation, of a setting."""
+    of = GRAPH_METHODS[setting.method]
+    return of(**{next(iter(of.parameters())): setting.k, **dict(setting.params)})
+
+
+def is_learned(method: str) -> bool:
+    """Whether a row's method is a trained one; 'none' and the rivals on the graph are not."""
+    return method in METHODS and METHODS[method].learned
+
+
+@dataclass(frozen=True)
 class Run:
     """A whole run."""
 
     title: str
     datasets: tuple[Dataset, ...]
-    methods: tuple[Method, ...]
+    methods: tuple[Candidate, ...]
     distractors: tuple[Distractors, ...] = ()
     ablations: tuple[Ablation, ...] = ()
     nqe_sweep: tuple[int, ...] = NQE_SWEEP
     published: bool = False  # show the paper's numbers beside ours, and check the golden ones
     bootstrap: int = 10_000
+    graph_methods: tuple[GraphCandidate, ...] = ()
 
     def datasets_of(self, role: str) -> list[Dataset]:
         """The datasets that are tested, or that choose parameters."""
@@ -123,3 +195,34 @@ class Run:
         """The columns of Table 3: each tested data set alone and with each set of distractors."""
         return [(dataset, distractors) for dataset in self.datasets_of("test")
                 for distractors in (None, *(each.name for each in self.distractors_of(dataset.name)))]
+
+
+def chosen_neighbors(model: str) -> dict[str, int]:
+    """The nQE, nDBA and nQE with DBA that training chose on its validation sets and stored with the model."""
+    metrics: dict[str, Any] = load_model(model)[2]
+    chosen = metrics.get("chosen", {})
+    if not all(isinstance(chosen.get(name), int) and chosen[name] > 0 for name in NUMBERS):
+        raise LattqeError(f"{model} does not say which numbers of neighbors its training chose: give nqe, ndba and "
+                          "nqe_with_dba yourself")
+    return {name: chosen[name] for name in NUMBERS}
+
+
+def as_trained(model: str, label: str = METHODS["lattqe"].label, method: str = "lattqe") -> Candidate:
+    """A learned method with the numbers of neighbors that its training chose."""
+    chosen = chosen_neighbors(model)
+    return Candidate(method, label, "model", (chosen["nqe"],), (chosen["ndba"],), (chosen["nqe_with_dba"],),
+                     {"model": (model,)})
+
+
+def trained_ablations(folder: str) -> tuple[Ablation, ...]:
+    """The variants that `lattqe ablate --to folder` trained, each with the nQE that validation chose for it."""
+    place = open_place(folder)
+    if not place.exists("ablations.json"):
+        raise LattqeError(f"{folder} has no ablations.json: give the folder of a finished lattqe ablate")
+    try:
+        names = list(json.loads(place.read("ablations.json")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise LattqeError(f"{folder}/ablations.json is not valid JSON ({error}): run lattqe ablate again") from error
+    models = {name: f"{folder.rstrip('/')}/{name}" for name in names
+              if isinstance(name, str) and name and "/" not in name and ".." not in name}
+    return tuple(Ablation(name, model, chosen_neighbors(model)["nqe"]) for name, model in models.items())

@@ -111,6 +111,8 @@ def parameter(default: Any, help: str, *, symbol: str = "", tries: tuple[Any, ..
 class Described:
     """A dataclass that says what its parameters are."""
 
+    label: ClassVar[str] = ""
+
     @classmethod
     def parameters(cls) -> dict[str, Parameter]:
         """The parameters that users may set, by name."""

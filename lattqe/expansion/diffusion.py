@@ -8,6 +8,7 @@ their numbers. Duplicates are neighbors like any others.
 """
 
 import math
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ class GraphRows:
         self.xb = np.ascontiguousarray(xb, dtype=np.float32)
         self._lists: tuple[np.ndarray, np.ndarray] | None = None
         self._made: dict[Any, Any] = {}
+        self.took: dict[Any, float] = {"graph": 0.0}  # seconds that each product took when it was made
 
     def lists(self, k: int) -> tuple[np.ndarray, np.ndarray]:
         """I and D (n, k), or as many as there are; never the row itself."""
@@ -104,15 +106,19 @@ class GraphRows:
         if k < 1:
             return np.zeros((len(self.xb), 0), np.int32), np.zeros((len(self.xb), 0), np.float32)
         if self._lists is None or self._lists[0].shape[1] < k:
+            started = time.perf_counter()
             self._lists = knn_graph(self.xb, k)
+            self.took["graph"] = time.perf_counter() - started
         return self._lists[0][:, :k], self._lists[1][:, :k]
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gave when it was first asked for under this key; the latest two are kept."""
+        """What `make` gave when it was first asked for under this key; the latest few are kept."""
         if key not in self._made:
-            while len(self._made) > 1:
+            while len(self._made) > 3:
                 self._made.pop(next(iter(self._made)))
+            started = time.perf_counter()
             self._made[key] = make()
+            self.took[key] = time.perf_counter() - started
         return self._made[key]
 
 
@@ -139,24 +145,33 @@ class Ranker(Described):
 
     def graph(self, rows: GraphRows) -> sparse.csr_array:
         """S (n, n), made once for all queries."""
-        return rows.once(("S", self.kd, self.gamma),
-                         lambda: normalised(mutual_affinity(*rows.lists(self.kd), self.kd, self.gamma)))
+        lists = rows.lists(self.kd)
+        return rows.once(self.graph_key, lambda: normalised(mutual_affinity(*lists, self.kd, self.gamma)))
+
+    @property
+    def graph_key(self) -> tuple[Any, ...]:
+        """What S depends on."""
+        return "S", self.kd, self.gamma
 
     @abstractmethod
-    def prepare(self, rows: GraphRows) -> None:
-        """Make what does not depend on queries; its time is the database's."""
+    def prepare(self, rows: GraphRows) -> float:
+        """Make what does not depend on queries; the seconds it took, whenever that was, without the neighbor lists."""
 
     @abstractmethod
     def flow(self, rows: GraphRows, y: np.ndarray) -> np.ndarray:
         """The flow f (nq, n) of seeds y (nq, n)."""
 
-    def rankings(self, rows: GraphRows, xq: np.ndarray) -> Iterator[np.ndarray]:
-        """All rows (b, n) int64 for each block of queries xq (nq, D): by f, then similarity, then row number."""
+    def rankings(self, rows: GraphRows, xq: np.ndarray, exclude: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """All rows (b, n) int64 for each block of queries xq (nq, D): by f, then similarity, then row number.
+
+        exclude (nq,): the row of each query that is itself in the database, where no flow may start.
+        """
         n = len(rows.xb)
         step = max(1, BLOCK_FLOATS // max(n, 1))
         for start in range(0, len(xq), step):
             block = np.ascontiguousarray(xq[start : start + step], dtype=np.float32)
-            D, I = topk(block, rows.xb, min(self.kq, n))  # noqa: E741
+            own = None if exclude is None else exclude[start : start + step]
+            D, I = topk(block, rows.xb, min(self.kq, n - (own is not None)), exclude=own)  # noqa: E741
             f = self.flow(rows, seeds(D, I, n, self.kq, self.gamma))
             yield np.lexsort((-(block @ rows.xb.T), -f), axis=1)
 
@@ -168,9 +183,10 @@ class Diffusion(Ranker):
     name: ClassVar[str] = "diffusion"
     label: ClassVar[str] = "diffusion"
 
-    def prepare(self, rows: GraphRows) -> None:
+    def prepare(self, rows: GraphRows) -> float:
         """The graph."""
         self.graph(rows)
+        return rows.took[self.graph_key]
 
     def flow(self, rows: GraphRows, y: np.ndarray) -> np.ndarray:
         """See Ranker."""
@@ -194,18 +210,24 @@ class OfflineDiffusion(Ranker):
         if isinstance(self.truncation, bool) or not isinstance(self.truncation, int) or self.truncation < 1:
             raise LattqeError(f"{self.name}: truncation is {self.truncation!r}: use a whole number from 1")
 
-    def prepare(self, rows: GraphRows) -> None:
-        """The flows of all rows."""
+    def prepare(self, rows: GraphRows) -> float:
+        """The graph, and the flows of all rows."""
         self.flows(rows)
+        return rows.took[self.graph_key] + rows.took[self.flow_key]
 
     def flows(self, rows: GraphRows) -> sparse.csr_array:
         """(n, n) float32: row i holds the flow that starts in row i, among its first `truncation` neighbors."""
-        return rows.once(("flows", self.kd, self.gamma, self.alpha, self.truncation), lambda: self._flows(rows))
-
-    def _flows(self, rows: GraphRows) -> sparse.csr_array:
-        n = len(rows.xb)
-        near = rows.lists(max(min(self.truncation, n - 1), self.kd))[0][:, : self.truncation]
+        near = rows.lists(max(self.truncation, self.kd))[0][:, : self.truncation]
         S = self.graph(rows)
+        return rows.once(self.flow_key, lambda: self._flows(S, near))
+
+    @property
+    def flow_key(self) -> tuple[Any, ...]:
+        """What the flows depend on."""
+        return "flows", self.kd, self.gamma, self.alpha, self.truncation
+
+    def _flows(self, S: sparse.csr_array, near: np.ndarray) -> sparse.csr_array:
+        n = len(near)
         counts, columns, values = np.zeros(n + 1, dtype=np.int64), [], []
         place = np.full(n, -1)
         for row in range(n):

@@ -12,13 +12,33 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# One colour for each method wherever it appears; distinguishable without red and green alone.
-COLOURS = {"none": "#777777", "aqe": "#d55e00", "aqewd": "#009e73", "dqe": "#0072b2", "alphaqe": "#e0a800",
-           "lattqe": "#000000"}
-MARKERS = {"aqe": "o", "aqewd": "s", "dqe": "^", "alphaqe": "D", "lattqe": "*"}
-STYLE = {"svg.hashsalt": "lattqe", "svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3,
-         "axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True}
+from lattqe.benchmark.spec import GRAPH_METHODS, is_learned
+from lattqe.expansion import METHODS
+
+# Colours and markers go to methods in the order of their registration; distinguishable without red and green alone.
+PALETTE = ("#d55e00", "#009e73", "#e0a800", "#0072b2", "#cc79a7", "#56b4e9", "#7f3c8d", "#8c6d31", "#a0522d", "#5f8f00")
+MARKERS = "osD^vPX<>h"
+GREY, BLACK = "#777777", "#000000"
+# Names come from users: a dollar in one is a dollar, not the beginning of a formula.
+STYLE = {"text.parse_math": False, "svg.hashsalt": "lattqe", "svg.fonttype": "none", "font.size": 9,
+         "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
+         "figure.constrained_layout.use": True}
 WIDE, PANEL = (5.6, 3.8), (3.6, 2.8)  # inches; panels stand beside each other, or below each other on a phone
+
+
+def colour(method: str) -> str:
+    """One colour for each method wherever it appears; what is learned is black."""
+    return BLACK if is_learned(method) else GREY if method == "none" else PALETTE[_place(method) % len(PALETTE)]
+
+
+def marker(method: str) -> str:
+    """One marker for each method, likewise."""
+    return "*" if is_learned(method) else MARKERS[_place(method) % len(MARKERS)]
+
+
+def _place(method: str) -> int:
+    plain = [*(name for name in METHODS if not is_learned(name)), *GRAPH_METHODS]
+    return plain.index(method) if method in plain else len(plain)
 
 
 def _draw(size: tuple[float, float]) -> tuple[Figure, Axes]:
@@ -38,10 +58,10 @@ def nqe_trends(figure3: Mapping[str, Any]) -> str:
     """Mean mAP over the number of neighbors used for the query, for every method (the paper's figure 3)."""
     with plt.rc_context(STYLE):
         figure, axis = _draw(WIDE)
-        axis.axhline(figure3["no_qe"], color=COLOURS["none"], linestyle="--", linewidth=1.4, label="no expansion")
+        axis.axhline(figure3["no_qe"], color=GREY, linestyle="--", linewidth=1.4, label="no expansion")
         for series in figure3["series"]:
-            ours = series["method"] == "lattqe"
-            axis.plot(series["nqe"], series["map"], color=COLOURS[series["method"]], marker=MARKERS[series["method"]],
+            ours = is_learned(series["method"])
+            axis.plot(series["nqe"], series["map"], color=colour(series["method"]), marker=marker(series["method"]),
                       markersize=6 if ours else 3.5, linewidth=2 if ours else 1.2, label=series["label"])
         ticks = sorted({k for series in figure3["series"] for k in series["nqe"]})
         axis.set_xscale("symlog", base=2, linthresh=1)
@@ -59,7 +79,7 @@ def regime_bars(setup: str, content: Mapping[str, Any], xlabel: str) -> str:
         series = content["series"]
         for number, one in enumerate(series):
             offsets = [group + (number - (len(series) - 1) / 2) * 0.8 / len(series) for group in range(3)]
-            axis.bar(offsets, one["relative"], 0.8 / len(series), color=COLOURS[one["method"]], label=one["label"])
+            axis.bar(offsets, one["relative"], 0.8 / len(series), color=colour(one["method"]), label=one["label"])
         ticks = [f"{level:.3g}\n({count} queries)" for level, count in zip(content["level"], content["queries"])]
         axis.set_xticks(range(3), ticks)
         axis.axhline(0, color="black", linewidth=0.6)
@@ -93,7 +113,7 @@ def query_gains(title: str, gains: Sequence[tuple[str, str, Sequence[float]]]) -
         for method, label, values in gains:
             ordered = sorted(values, reverse=True)
             share = [100 * (place + 0.5) / len(ordered) for place in range(len(ordered))]
-            axis.plot(share, ordered, label=label, linewidth=1.2, color=COLOURS[method])
+            axis.plot(share, ordered, label=label, linewidth=1.2, color=colour(method))
         axis.axhline(0, color="black", linewidth=0.6)
         axis.set(title=title, xlabel="queries, best gain first (%)", ylabel="gain in AP (points)")
         axis.legend(fontsize=7)

@@ -7,8 +7,9 @@ from typing import Any
 
 import jinja2
 
+from lattqe.benchmark.spec import is_learned
 from lattqe.report.figures import nqe_trends, query_gains, regime_bars, weight_profile
-from lattqe.report.tables import KINDS, column_title, describe_setting, map_columns, map_lines
+from lattqe.report.tables import CHOSEN, KINDS, column_title, describe_setting, map_columns, map_lines
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SHOWN_QUERIES = 5  # best and worst of each data set
@@ -31,7 +32,11 @@ def render_page(results: Mapping[str, Any]) -> str:
     columns = map_columns(table)
     one_setup = len({setup for _, setup in columns}) == 1
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        results=results, columns=columns, kinds=KINDS, figures=_figures(results), describe=describe_setting,
+        results=results, columns=columns, kinds=KINDS, chosen=CHOSEN, figures=_figures(results),
+        describe=describe_setting, is_learned=is_learned,
+        everything=[(title, sorted(results["everything"], key=lambda row: -row[mean]), values, mean)
+                    for title, values, mean in (("Everything, one setting each", "map", "mean"),
+                                                ("Everything, tuned for each set", "tuned", "tuned_mean"))],
         titles=[column_title(column, setup, one_setup) for column, setup in columns],
         lines=map_lines(table, paper.get("table3", [])), gains=_gain_counts(results), extremes=_extremes(results),
         ablations=[part for part in (("This run", results["table2"]), ("The paper", paper.get("table2", [])))
@@ -91,8 +96,9 @@ def _gain_counts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _extremes(results: Mapping[str, Any]) -> dict[str, Any]:
     """The queries that the best query expansion helps and harms most, in each data set."""
-    rows = [row for row in results["table3"] if row["kind"] == "qe"]
-    best = max(rows, key=lambda row: (row["method"] == "lattqe", row["mean"]))
+    expanding = [row for row in results["table3"] if row["kind"] == "qe"]
+    rows = expanding or [row for row in results["table3"] if row["kind"] != "none"]
+    best = max(rows, key=lambda row: (is_learned(row["method"]), row["mean"]))
     lines = []
     for table in results["per_query"]:
         found = zip(table["ids"], table["positives"], table["before"], table["after"][best["label"]])

@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-KINDS = {"none": "No expansion", "qe": "Query expansion", "dba+qe": "Database-side augmentation + query expansion"}
+from lattqe.benchmark.spec import GRAPH_METHODS
+from lattqe.expansion import METHODS
+
+KINDS = {"none": "No expansion", "qe": "Query expansion", "dba+qe": "Database-side augmentation + query expansion",
+         "graph": "The whole graph: diffusion and propagation"}
 CHOSEN = {"fixed": "fixed", "validation": "chosen on validation", "test": "tuned on test",
           "model": "chosen on validation, in training"}
 SHORT = {"fixed": "fixed", "validation": "on val.", "test": "on test", "model": "on val."}
@@ -35,11 +39,17 @@ class Line:
 
 
 def setting_parts(row: Mapping[str, Any]) -> dict[str, str]:
-    """{'nDBA': '48', 'nQE': '64', 'α': '3'} of one row of Table 3."""
-    parts = {name: str(part["k"]) for name, part in (("nDBA", row["dba"]), ("nQE", row["qe"])) if part}
-    for name, value in (row["qe"] or {}).items():
-        if name not in ("method", "k", "model"):
-            parts["α" if name == "alpha" else name] = f"{value:g}"
+    """{'nDBA': '48', 'nQE': '64', 'α': '3'} of one row of Table 3; parameters by the symbols their methods give."""
+    parts: dict[str, str] = {}
+    for name, step in (("nDBA", row["dba"]), ("nQE", row["qe"]), ("", row["rank"])):
+        if step is None:
+            continue
+        of = GRAPH_METHODS.get(step["method"]) or METHODS[step["method"]]
+        known = of.parameters()
+        first = next(iter(known.values())).symbol if step["method"] in GRAPH_METHODS else name
+        parts[first] = str(step["k"])
+        parts |= {known[key].symbol: f"{value:g}" for key, value in step.items()
+                  if key in known and not known[key].address and (name != "nDBA" or step["method"] in GRAPH_METHODS)}
     return parts
 
 
@@ -79,18 +89,28 @@ def _published(row: Mapping[str, Any] | None, columns: Sequence[tuple[str, str]]
     return [*values, row["mean"] if whole else None]
 
 
+def plain_cell(text: str) -> str:
+    """A text that no spreadsheet takes for a formula, and that holds no control characters."""
+    text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+
+
 def to_csv(results: Mapping[str, Any]) -> str:
-    """One line for each number: kind, method, setting, how it was chosen, column, setup, measure, value, cell."""
+    """One line for each number: kind, method, setting, how it was chosen, column, setup, measure, value, cell.
+
+    Names that a spreadsheet would take for a formula get an apostrophe in front.
+    """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["kind", "label", "setting", "chosen", "dataset", "setup", "measure", "value", "cell"])
     for row in results["table3"]:
-        start = [row["kind"], row["label"], describe_setting(row), CHOSEN[row["choose"]]]
+        start = [row["kind"], plain_cell(row["label"]), plain_cell(describe_setting(row)), CHOSEN[row["choose"]]]
         for column, setups in row["map"].items():
             for setup, value in setups.items():
-                writer.writerow([*start, column, setup, "mAP", f"{value:.6f}", row["cells"][column]])
+                named, cell = plain_cell(column), row["cells"][column]
+                writer.writerow([*start, named, setup, "mAP", f"{value:.6f}", cell])
                 for k, precision in row["precision"][column][setup].items():
-                    writer.writerow([*start, column, setup, f"mP@{k}", f"{precision:.6f}", row["cells"][column]])
+                    writer.writerow([*start, named, setup, f"mP@{k}", f"{precision:.6f}", cell])
         writer.writerow([*start, "mean", "", "mAP", f"{row['mean']:.6f}", ""])
     return out.getvalue()
 

@@ -12,13 +12,18 @@ import lattqe
 from cluster.benchmarking import Bench
 from lattqe.benchmark.cells import Cell
 from lattqe.benchmark.choosing import choose_rows, mean_map
+from lattqe.benchmark.inputs import Inputs
 from lattqe.benchmark.results import assemble
 from lattqe.benchmark.small import SmallIndex
-from lattqe.benchmark.spec import Dataset, Method, Run, Setting
+from lattqe.benchmark.spec import Candidate, Dataset, Pipeline, Run, Setting, graph_candidate
 from lattqe.datasets.revisited import load_gnd
-from lattqe.evaluation import evaluate
+from lattqe.errors import LattqeError
+from lattqe.evaluation import LabelTruth, evaluate, score_ranking
+from lattqe.expansion.diffusion import Diffusion, GraphRows, Propagation
+from lattqe.model import LAttQE, LAttQEConfig
+from lattqe.report import render_page, to_csv
 from lattqe.search import FlatIndex
-from lattqe.store import FeatureSet, open_place
+from lattqe.store import FeatureSet, FeatureWriter, open_place
 
 FACTS = {"inputs": {}, "run": {}, "warnings": [], "published": {}}
 
@@ -76,15 +81,15 @@ def test_the_best_of_a_grid_is_shown_and_how_it_was_found(bench: Bench, run: Run
     assert rows["AQE"].choose == "fixed"
     assert rows["αQE"].choose == rows["αDBA + αQE"].choose == "test"
     tested = run.datasets_of("test")
-    means = {setting: mean_map(bench.lookup, tested, None, setting) for setting in run.methods[2].qe_settings()}
-    assert rows["αQE"].qe == max(means, key=lambda setting: means[setting])
-    assert rows["αDBA + αQE"].dba is not None
-    assert rows["αDBA + αQE"].dba.params == rows["αQE"].qe.params  # type: ignore[union-attr]
+    means = {setting: mean_map(bench.lookup, tested, Pipeline(qe=setting)) for setting in run.methods[2].qe_settings()}
+    assert rows["αQE"].pipeline.qe == max(means, key=lambda setting: means[setting])
+    assert rows["αDBA + αQE"].pipeline.dba is not None
+    assert rows["αDBA + αQE"].pipeline.dba.params == rows["αQE"].pipeline.qe.params  # type: ignore[union-attr]
 
 
 def test_validation_chooses_where_it_was_asked_to(run: Run, tmp_path: Path) -> None:
     """Validation on one data set decides for the other, whatever would have been best there."""
-    grid = (Method("aqe", "AQE", "validation", (1, 4, 64)),)
+    grid = (Candidate("aqe", "AQE", "validation", (1, 4, 64)),)
     oxford, paris = run.datasets
     for judge, other in ((oxford, paris), (paris, oxford)):
         judging = dataclasses.replace(judge, role="validation")
@@ -93,8 +98,8 @@ def test_validation_chooses_where_it_was_asked_to(run: Run, tmp_path: Path) -> N
         fill(bench)
         row = choose_rows(chosen, bench.lookup)[1]
         assert row.choose == "validation"
-        means = {setting: mean_map(bench.lookup, [judging], None, setting) for setting in grid[0].qe_settings()}
-        assert row.qe == max(means, key=lambda setting: means[setting])
+        means = {setting: mean_map(bench.lookup, [judging], Pipeline(qe=setting)) for setting in grid[0].qe_settings()}
+        assert row.pipeline.qe == max(means, key=lambda setting: means[setting])
 
 
 def test_a_complete_run_measures_nothing_and_a_lost_or_damaged_cell_alone(bench: Bench, run: Run) -> None:
@@ -109,6 +114,107 @@ def test_a_complete_run_measures_nothing_and_a_lost_or_damaged_cell_alone(bench:
     assert fill(again) == 2
     for cell in cells:
         assert _numbers(again, cell) == _numbers(bench, cell)
+
+
+@pytest.mark.parametrize("change", [
+    lambda content: content["scores"][0].update(ap=[1.0] * len(content["scores"][0]["ap"])),
+    lambda content: content.update(scores=[]),
+    lambda content: content.pop("checksum")])
+def test_an_edited_cell_is_measured_again(bench: Bench, run: Run, change) -> None:
+    cell = Cell("oxford", None, None, Setting("aqe", 4))
+    path = Path(bench.folder) / "cells" / f"{bench.key(cell)}.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    again = Bench(run, bench.folder)
+    assert again.cells_to_do() == [cell]
+    fill(again)
+    assert _numbers(again, cell) == _numbers(bench, cell)
+
+
+RIVALS = (
+    graph_candidate("diffusion", "test", kq=(5,), kd=(10,), gamma=(3.0,), alpha=(0.9, 0.99)),
+    graph_candidate("offline-diffusion", "fixed", "ADBA + AQE + offline",
+                    Pipeline(Setting("aqe", 4), Setting("aqe", 4)), kq=(5,), kd=(10,), gamma=(3.0,), alpha=(0.9,),
+                    truncation=(50,)),
+    graph_candidate("propagation", "fixed", "propagation + AQE", Pipeline(qe=Setting("aqe", 4)), k=(5,), hops=(2,)),
+)
+
+
+def test_rivals_on_the_graph_are_rows_like_all_others(run: Run, tmp_path: Path) -> None:
+    chosen = dataclasses.replace(run, graph_methods=RIVALS, methods=FIXED[:1])
+    bench = Bench(chosen, str(tmp_path))
+    fill(bench)
+    assert Bench(chosen, str(tmp_path)).cells_to_do() == []
+    results = assemble(chosen, bench, FACTS)
+    assert [row["label"] for row in results["table3"] if row["kind"] == "graph"] == [
+        "diffusion", "ADBA + AQE + offline", "propagation + AQE"]
+    truth = load_gnd(run.datasets[0].truth).truth
+    xb, xq = rows_of(bench, "oxford", True), FeatureSet.open(run.datasets[0].queries).read()
+    row = next(row for row in results["table3"] if row["label"] == "diffusion")
+    ranker = Diffusion(kq=5, kd=10, gamma=3.0, alpha=row["rank"]["alpha"])
+    ranking = np.concatenate(list(ranker.rankings(GraphRows(xb), xq)))
+    expected = score_ranking(ranking, truth)["hard"].mean_ap
+    assert row["map"]["oxford+distractors"]["hard"] == pytest.approx(100 * expected, abs=1e-9)
+    row = next(row for row in results["table3"] if row["label"] == "propagation + AQE")
+    flowed = Propagation(k=5, hops=2).augment(GraphRows(xb))
+    expected = evaluate(FlatIndex(flowed), lattqe.expand(xq, flowed, method="aqe", k=4), truth)["hard"].mean_ap
+    assert row["map"]["oxford+distractors"]["hard"] == pytest.approx(100 * expected, abs=1e-6)
+    for row in results["everything"]:
+        assert row["tuned_mean"] >= row["mean"] - 1e-9
+        assert (row["seconds_per_million_rows"] > 0) == (row["kind"] in ("dba+qe", "graph"))
+    assert next(row for row in results["everything"] if row["label"] == "diffusion")["tried"] == 2
+    page, text = render_page(results), to_csv(results)
+    assert "Everything, tuned for each set" in page
+    assert "kq 5, α" in text
+
+
+def test_what_cannot_run_is_refused_before_anything_is_measured(run: Run, tmp_path: Path, monkeypatch) -> None:
+    import cluster.benchmarking
+
+    monkeypatch.setattr(cluster.benchmarking, "MOST_ROWS", 500)
+    with pytest.raises(LattqeError, match=r"oxford has 6\d\d rows with its distractors, but diffusion works in one"):
+        Bench(dataclasses.replace(run, graph_methods=RIVALS), str(tmp_path))
+    LAttQE(LAttQEConfig(dim=16, heads=2, layers=1, max_k=8)).save(str(tmp_path / "model"))
+    learned = Candidate("lattqe", "LAttQE", "fixed", (4,), params={"model": (str(tmp_path / "model"),)})
+    with pytest.raises(LattqeError, match=r"model .* does not fit the data set oxford.*"):
+        Bench(dataclasses.replace(run, methods=(learned,)), str(tmp_path))
+
+
+def test_queries_that_are_rows_never_find_themselves(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((60, 8)).astype(np.float32)
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    labels, ids = rng.integers(0, 6, 60).astype(np.int32), [f"image-{row}" for row in range(60)]
+
+    def store(name: str, rows: np.ndarray, vectors: np.ndarray) -> str:
+        with FeatureWriter(str(tmp_path / name), 8, "float32", labels=True) as writer:
+            writer.append(vectors[rows], [ids[row] for row in rows], labels[rows])
+        return str(tmp_path / name)
+
+    database, asked = store("database", np.arange(60), x), np.arange(0, 60, 3)
+    dataset = Dataset("rows", database, store("queries", asked, x))
+    candidate = Candidate("aqe", "AQE", "fixed", (3,))
+    diffusing = graph_candidate("diffusion", "fixed", kq=(2,), kd=(5,), gamma=(1.0,), alpha=(0.9,))
+    run = Run("rows", (dataset,), (candidate,), nqe_sweep=(3,), bootstrap=10, graph_methods=(diffusing,))
+    bench = Bench(run, str(tmp_path / "run"))
+    fill(bench)
+    found = [100 * bench.lookup(row.cell(dataset)).scores[0].mean_ap for row in choose_rows(run, bench.lookup)]
+    expected = []
+    for number, row in enumerate(asked):  # one query at a time, against a database without it
+        rest = np.delete(np.arange(60), row)
+        truth = LabelTruth(labels[rest], query_labels=labels[[row]])
+        expanded = lattqe.expand(x[[row]], x[rest], method="aqe", k=3)
+        expected.append([evaluate(FlatIndex(x[rest]), each, truth)["label"].mean_ap for each in (x[[row]], expanded)])
+        assert bench.inputs["rows"].exclude[number] == row
+    np.testing.assert_allclose(found[:2], 100 * np.mean(expected, axis=0), atol=1e-6)
+    changed = Dataset("rows", database, store("others", asked, np.roll(x, 1, axis=0)))
+    assert Inputs.open(changed).exclude is None, "the same ids of other vectors are other images"
+    mixed = x.copy()
+    mixed[3] = mixed[4]
+    partly = Dataset("rows", database, store("mixed", np.array([0, 3]), mixed))
+    with pytest.raises(LattqeError, match=r"1 of the 2 queries of .* are also in"):
+        Inputs.open(partly)
 
 
 def _numbers(bench: Bench, cell: Cell) -> list[dict[str, object]]:

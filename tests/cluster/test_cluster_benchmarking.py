@@ -13,7 +13,7 @@ from benchmark_sets import small_run
 from cluster.benchmarking import Bench
 from cluster.session import ray_session
 from lattqe.benchmark.cells import Cell
-from lattqe.benchmark.spec import Method, Setting
+from lattqe.benchmark.spec import Candidate, Setting
 from lattqe.store import NeighborGraph
 
 DQE = (("C", 0.1), ("negatives", 5))
@@ -42,8 +42,8 @@ publish(results, {folder!r})
 
 @pytest.mark.ray
 def test_shards_and_workers_give_the_numbers_of_one_process(local_ray: None, tmp_path: Path) -> None:
-    methods = (Method("aqe", "AQE", "fixed", (4,), (4,), (4,)),
-               Method("dqe", "DQE", "fixed", (4,), (2,), (2,), {name: (value,) for name, value in DQE}))
+    methods = (Candidate("aqe", "AQE", "fixed", (4,), (4,), (4,)),
+               Candidate("dqe", "DQE", "fixed", (4,), (2,), (2,), {name: (value,) for name, value in DQE}))
     run = small_run(tmp_path / "world", methods)
     cells = [Cell("oxford", "distractors", *pair) for pair in (
         (None, None), (None, Setting("dqe", 4, DQE)), (Setting("aqe", 4), Setting("aqe", 4)))]

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import jobs.benchmark
 from jobs.benchmark import app, measure_run, print_results, publish
-from lattqe.benchmark.presets import preset_run
-from lattqe.benchmark.spec import Method
+from lattqe.benchmark.presets import Options, preset_run
+from lattqe.benchmark.spec import Candidate
 from lattqe.datasets.revisited import load_gnd
 from lattqe.errors import LattqeError
 from lattqe.evaluation import evaluate
@@ -140,10 +140,10 @@ KNOWN = {
 @pytest.mark.parametrize("columns", [128, 512])
 def test_the_photos_preset_gives_the_known_numbers(photos_folder: Path, tmp_path: Path, columns: int) -> None:
     alpha = {"alpha": (3.0,)}
-    methods = (Method("aqe", "AQE", "fixed", (4,)), Method("aqewd", "AQEwD", "fixed", (8,)),
-               Method("alphaqe", "αQE 10", "fixed", (10,), params=alpha),
-               Method("alphaqe", "αQE 72", "fixed", (72,), params=alpha))
-    run = preset_run("photos", photos_folder, str(tmp_path), None, columns)
+    methods = (Candidate("aqe", "AQE", "fixed", (4,)), Candidate("aqewd", "AQEwD", "fixed", (8,)),
+               Candidate("alphaqe", "αQE 10", "fixed", (10,), params=alpha),
+               Candidate("alphaqe", "αQE 72", "fixed", (72,), params=alpha))
+    run = preset_run("photos", Options(str(tmp_path), str(photos_folder), columns=columns))
     run = dataclasses.replace(run, methods=methods, distractors=(), nqe_sweep=(4,), bootstrap=10)
     results = measure_run(run, str(tmp_path))
     found = {name: tuple(round(row["map"][name]["label"], 1) for row in results["table3"]) for name in KNOWN[columns]}
@@ -153,7 +153,7 @@ def test_the_photos_preset_gives_the_known_numbers(photos_folder: Path, tmp_path
 def test_the_table_fits_a_screen_of_100_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmark_sets import FIXED, small_run
 
-    methods = (*FIXED, Method("aqewd", "AQEwD", "fixed", (8,), (4,), (4,)))
+    methods = (*FIXED, Candidate("aqewd", "AQEwD", "fixed", (8,), (4,), (4,)))
     results = measure_run(small_run(tmp_path, methods), str(tmp_path))
     publish(results, str(tmp_path))
     screen = Console(width=100, record=True, file=open(tmp_path / "screen", "w"))  # noqa: SIM115
