@@ -42,6 +42,7 @@ class BlockPolicy:
     max_failures: int = 3  # of one block; a block that kills its actor more often than that is poison
     straggler_factor: float = 3.0  # times the median block's seconds before a spare copy is started elsewhere
     straggler_seconds: float = 20.0  # never sooner than this: short blocks vary a lot
+    room_seconds: float = 5.0  # between looks at whether the cluster has grown
     start_timeout: float = 300.0  # for an actor to come up (importing torch on a crowded node takes minutes)
 
 
@@ -80,6 +81,7 @@ class _BlockRun(Generic[Block]):
         self.failed_starts = 0
         self.flights: dict[Any, _Flight[Block]] = {}
         self.durations: list[float] = []
+        self.looked_for_room = time.monotonic()
         self.summary = BlockSummary()
         self.actors: dict[int, Any] = {}
         self.starting: dict[Any, int] = {}  # an actor gets blocks only when it is up: the cluster may have no room
@@ -90,6 +92,14 @@ class _BlockRun(Generic[Block]):
         self.actors[worker] = self.make_worker(worker)
         self.starting[self.actors[worker].__ray_ready__.remote()] = worker
         self.last_sign_of_life = time.monotonic()
+
+    def grow(self, room: Callable[[], int]) -> None:
+        """Start further workers where nodes have joined and there is work for them."""
+        if time.monotonic() - self.looked_for_room < self.policy.room_seconds or not self.remaining:
+            return
+        self.looked_for_room = time.monotonic()
+        for worker in range(len(self.actors), room()):
+            self.start(worker)
 
     def ready(self) -> list[int]:
         return [worker for worker in self.actors if worker not in self.starting.values()]
@@ -211,12 +221,14 @@ class _BlockRun(Generic[Block]):
 
 def run_blocks(make_worker: Callable[[int], Any], workers: int, blocks: Iterable[Block], *, method: str = "run",
                on_done: Callable[[Block, Any], Iterable[Block] | None],
-               policy: BlockPolicy | None = None, work: Work | None = None) -> BlockSummary:
+               policy: BlockPolicy | None = None, work: Work | None = None,
+               room: Callable[[], int] | None = None) -> BlockSummary:
     """Run `method(block)` once, effectively, for every block over `workers` actors.
 
     `make_worker(number)` starts one actor (from URIs and numbers, never arrays) and is called again when one dies.
     `on_done(block, result)` is called in this process, exactly once for each block, in order of completion; it may
     return further blocks that have only now become possible (a part whose last piece has just arrived).
+    `room()` says how many workers the cluster has room for by now: where nodes have joined, more are started.
     `work` says how the blocks are called and counted in logs and metrics.
     Raises the actor's own LattqeError at once, and anything else after `policy.max_failures` retries of one block.
     """
@@ -232,6 +244,8 @@ def run_blocks(make_worker: Callable[[int], Any], workers: int, blocks: Iterable
                 else:
                     state.collect(reference, on_done)
             state.check_start()
+            if room is not None:
+                state.grow(room)
     finally:
         state.stop()
     state.summary.seconds = time.monotonic() - started

@@ -20,7 +20,7 @@ import numpy as np
 import ray
 
 from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
-from cluster.graph_plan import Cut, GraphPlan, agree_on_cut, plan_graph
+from cluster.graph_plan import Cut, GraphPlan, agree_on_cut, places, plan_graph
 from cluster.graph_worker import GraphWorker, Item
 from cluster.lists import find_lists
 from cluster.metrics import Work
@@ -100,6 +100,11 @@ class Progress:
         """Products still to compute."""
         return sum(self.cut.cost(*pair) for pair in self.cut.pairs() if not self.compared(*pair)) if self.parts else 0
 
+    def grow(self, places: int) -> int:
+        """The cluster has room for so many workers now: how many there shall be, as far as there are pairs for them."""
+        self.workers = max(self.workers, min(places, self.cut.blocks // 2))
+        return self.workers
+
     def possible(self) -> list[Item]:
         """Pieces of work that can start now: pairs of free blocks, parts whose blocks are all done."""
         items: list[Item] = [(part,) for part, blocks in self.waiting.items() if not blocks]
@@ -152,10 +157,12 @@ class Progress:
 
 
 def run_graph(task: GraphTask, cut: Cut, workers: int, on_products: Callable[[int], None], *,
-              resources: dict[str, float] | None = None, policy: BlockPolicy | None = None) -> GraphSummary:
+              resources: dict[str, float] | None = None, policy: BlockPolicy | None = None,
+              grows: bool = False) -> GraphSummary:
     """Compute and publish all missing parts of `task.to` with `workers` actors; the manifest is the caller's.
 
     `on_products(n)` is called after each n products (of two vectors); `resources` is what one actor asks Ray for.
+    With `grows`, nodes that join while it runs get actors too.
     """
     pending = Pending.attach(task.to)
     progress = Progress(task, cut, pending, workers, on_products)
@@ -167,6 +174,7 @@ def run_graph(task: GraphTask, cut: Cut, workers: int, on_products: Callable[[in
     try:
         summary = run_blocks(lambda _: actor_class.options(scheduling_strategy="SPREAD").remote(task, cut), workers,
                              progress.possible(), on_done=progress.done, policy=policy,
+                             room=(lambda: progress.grow(places(task.threads))) if grows else None,
                              work=Work("neighbors", progress.rows_of, lambda item: item[:2], itemgetter("traffic")))
     except _Finished:
         summary.seconds = time.monotonic() - started
@@ -180,7 +188,7 @@ def prepare_graph(task: GraphTask, workers: int | None = None,
     plan = plan_graph(task, workers, block_rows)  # before anything is claimed: it may refuse
     pending = begin_graph(task)
     plan = replace(plan, cut=agree_on_cut(pending.place, plan.cut))
-    return replace(task, threads=plan.threads), plan, pending
+    return replace(task, threads=plan.threads, kind=plan.kind), plan, pending
 
 
 def products_left(task: GraphTask, plan: GraphPlan, pending: Pending) -> int:
@@ -191,4 +199,5 @@ def products_left(task: GraphTask, plan: GraphPlan, pending: Pending) -> int:
 def build_graph(task: GraphTask, on_products: Callable[[int], None] = lambda products: None, *, plan: GraphPlan,
                 policy: BlockPolicy | None = None) -> GraphSummary:
     """Compute and publish all missing parts, as `lattqe.search.stored.build_graph` does in this process."""
-    return run_graph(task, plan.cut, plan.workers, on_products, resources=plan.resources, policy=policy)
+    return run_graph(task, plan.cut, plan.workers, on_products, resources=plan.resources, policy=policy,
+                     grows=plan.grows)

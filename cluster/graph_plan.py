@@ -6,8 +6,7 @@ The cost is known before anything is allocated: workers, blocks, memory, product
 import json
 import math
 import shutil
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,8 @@ PAIR_SECONDS = 120.0  # the longest piece of work, and so the most that a death 
 SMALL_BLOCK = 20_000  # rows; with smaller blocks than this, fewer of them: candidates are scored for each anew
 LEAST_BLOCK = 512  # rows; smaller ones would only move data about
 BASE_BYTES = 512 << 20  # of a worker process with torch, and its tiles
-OVERHEAD = 1.25  # selection, scoring, loading and writing beside the bare products
+OVERHEAD = 1.1  # loading, merging and writing beside what is measured
+MEASURING_SECONDS = 300.0  # for a worker that measures to be placed, to start on a crowded node and to be done
 ROWS_PER_WORKER = 12_288  # for a further worker to be worth starting
 CUT = "_work/cut.json"
 
@@ -98,7 +98,9 @@ class GraphPlan:
     threads: int
     row_bytes: int  # of one row in a worker's memory
     list_bytes: int  # of one row's unfinished list
-    products_per_second: float  # of one worker
+    products_per_second: float  # of one worker, with selection and exact scores
+    kind: str  # of products, the fastest on a sample of the rows
+    grows: bool  # whether nodes that join get workers too
 
     @property
     def largest(self) -> int:
@@ -138,16 +140,14 @@ def plan_graph(task: GraphTask, workers: int | None = None, block_rows: int | No
     rows = sum(each.rows for each in sets)
     own = sets[0].rows
     cpus = int(ray.cluster_resources().get("CPU", 0))
+    grows = workers is None
     workers = workers or gpus_available() or max(min(cpus, own // ROWS_PER_WORKER), 1)
-    threads = max(cpus // workers, 1)  # candidates are scored on the CPU, beside a GPU too
+    threads = threads_for(workers)  # candidates are scored on the CPU, beside a GPU too
     resources: dict[str, float] = {"num_cpus": threads}
     if gpus_available():
         resources["num_gpus"] = 1
     require_resources({"CPU": threads} | ({"GPU": 1} if gpus_available() else {}), workers)
-    # Where a worker will run; on this machine alone that is here, and the processes Ray holds ready stay for workers.
-    here = only_this_machine() and not gpus_available()
-    speed = (probe(sets[0].dim, threads) if here
-             else ray.get(ray.remote(**resources)(probe).remote(sets[0].dim, threads)))
+    speed = measure_worker(replace(task, threads=threads), resources)
     row_bytes = bytes_per_row(sets[0].dim, task.k, np.dtype(sets[0].dtype).itemsize)
     budget = worker_budget(workers, speed["device_bytes"])
     if budget - BASE_BYTES < 2 * LEAST_BLOCK * row_bytes:
@@ -160,7 +160,7 @@ def plan_graph(task: GraphTask, workers: int | None = None, block_rows: int | No
         raise LattqeError(f"{rows} rows would be cut into {cut.blocks} blocks, more than {MAX_BLOCKS}: use more memory "
                           f"for each worker (now {budget >> 20} MiB), or fewer workers")
     plan = GraphPlan(rows, sets[0].dim, sets[0].dtype, cut, workers, resources, threads, row_bytes, 12 * task.k,
-                     speed["products_per_second"])
+                     speed["products_per_second"], speed["kind"], grows)
     check_disk(task.to, plan.work_bytes + 8 * task.k * rows)
     return plan
 
@@ -202,35 +202,52 @@ def worker_budget(workers: int, device_bytes: int | None) -> int:
     return share if device_bytes is None else min(share, int(0.8 * device_bytes))
 
 
-def probe(dim: int, threads: int) -> dict[str, Any]:
-    """Measure one worker, where it will run: products per second with their selection, and its GPU's free bytes."""
+def places(threads: int) -> int:
+    """How many workers with so many CPUs, and a GPU each where there are any, the nodes have room for."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
+    return sum(int(min(node.get("CPU", 0) // threads, node.get("GPU", 0) if gpus else math.inf)) for node in nodes)
+
+
+def threads_for(workers: int) -> int:
+    """The CPUs of each worker: its share of all, but no more than leave room for all workers on the nodes."""
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    share = min(sum(cpus) // workers, max(cpus, default=1))
+    return next((threads for threads in range(share, 1, -1) if places(threads) >= workers), 1)
+
+
+def measure_worker(task: GraphTask, resources: dict[str, float], timeout: float = MEASURING_SECONDS) -> dict[str, Any]:
+    """Measure where a worker will run; on this machine alone that is here, and the processes Ray holds ready stay for
+    workers. A cluster too busy to place one is an error, not a silent wait.
+    """
+    if only_this_machine() and not gpus_available():
+        return probe(task)
+    measuring = ray.remote(**resources)(probe).remote(task)
+    try:
+        return ray.get(measuring, timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        ray.cancel(measuring, force=True)
+        asked = ", ".join(f"{amount:g} {name[4:]}" for name, amount in resources.items())
+        free = ray.available_resources()
+        raise LattqeError(f"a worker with {asked} found no place on any node within {timeout:.0f} s (free: "
+                          f"{free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs): ask for more workers with "
+                          "--workers, each of which takes less, or wait for other jobs to end") from None
+
+
+def probe(task: GraphTask) -> dict[str, Any]:
+    """Measure one worker on a sample of the rows: the fastest kind of products, how many of them it makes in a second
+    with their selection, and its GPU's free bytes.
+    """
     import torch
 
     from lattqe.device import pick_device
-    from lattqe.search.pairing import in_lanes
-    from lattqe.search.products import lanes_on
+    from lattqe.search.stored import measure_products
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(task.threads)
     device = pick_device()
-    side = 1024 if device.type == "cpu" else 8192
-    x = np.random.default_rng(0).standard_normal((side, dim), dtype=np.float32)
-    above = np.full(side, np.inf, dtype=np.float32)
-    with lanes_on(device) as lanes:
-        rows = lanes[0].hold(x)
-
-        def multiply(products: Any, _: int) -> None:
-            tile = products.multiply(rows, rows[::-1] if device.type == "cpu" else rows)
-            for columns in (False, True):
-                products.passing(tile, above, columns)
-
-        in_lanes(multiply, range(len(lanes)), lanes)
-        started, rounds = time.perf_counter(), 0
-        while time.perf_counter() - started < 0.5:
-            in_lanes(multiply, range(len(lanes)), lanes)
-            rounds += 1
-    rate = rounds * len(lanes) * side * side / (time.perf_counter() - started)
+    kind, rate = measure_products(task)
     free = None if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
-    return {"products_per_second": rate, "device_bytes": free}
+    return {"kind": kind, "products_per_second": rate, "device_bytes": free}
 
 
 def check_disk(uri: str, needed: int) -> None:

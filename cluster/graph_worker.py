@@ -77,28 +77,41 @@ class GraphWorker:
 
     def compare_siblings(self, a: int, b: int, lists_a: Lists, lists_b: Lists) -> tuple[Lists, Lists]:
         """Compare one block, or two neighboring blocks as one, with itself."""
-        from lattqe.search.products import lanes_on
-
         start, stop = self.cut.rows(a)[0], self.cut.rows(b)[1]
         middle = len(lists_a.ids)
-        with lanes_on(self.device) as lanes:
+        with self.lanes() as lanes:
             rows = self.load(start, stop, lanes[0])
             lists = lists_a if a == b else Lists(np.concatenate([lists_a.scores, lists_b.scores]),
                                                  np.concatenate([lists_a.ids, lists_b.ids]))
-            lists = compare_within(rows, lists, start, lanes, self.clock)
+            if self.task.engine == "lattqe":
+                lists = compare_within(rows, lists, start, lanes, self.clock)
+        if self.task.engine == "faiss":
+            lists = lists.add(*self.by_faiss(rows, rows, np.arange(len(rows))), start)
         if a == b:
             return lists, lists
         return Lists(lists.scores[:middle], lists.ids[:middle]), Lists(lists.scores[middle:], lists.ids[middle:])
 
     def compare_pair(self, a: int, b: int, lists_a: Lists, lists_b: Lists) -> tuple[Lists, Lists]:
         """Compare two different blocks."""
-        from lattqe.search.products import lanes_on
-
         (first, last), (start, stop) = self.cut.rows(a), self.cut.rows(b)
         floor = self.known_floor(b, start, stop)
-        with lanes_on(self.device) as lanes:
+        with self.lanes() as lanes:
             rows, visitors = self.load(first, last, lanes[0]), self.load(start, stop, lanes[0])
-            return compare_between(rows, visitors, lists_a, lists_b, first, start, lanes, self.clock, floor)
+            if self.task.engine == "lattqe":
+                return compare_between(rows, visitors, lists_a, lists_b, first, start, lanes, self.clock, floor)
+        return lists_a.add(*self.by_faiss(rows, visitors), start), lists_b.add(*self.by_faiss(visitors, rows), first)
+
+    def lanes(self) -> Any:
+        """Lanes of the plan's kind of products; faiss takes float32 rows from main memory."""
+        from lattqe.search.products import lanes_on
+
+        return lanes_on(self.device, self.task.kind) if self.task.engine == "lattqe" else lanes_on()
+
+    def by_faiss(self, rows: Any, others: Any, hidden: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The exact lists of rows among others by the second engine."""
+        from lattqe.search.second import faiss_lists
+
+        return faiss_lists(rows, others, self.task.k, hidden=hidden, device=self.device, clock=self.clock)
 
     def known_floor(self, b: int, start: int, stop: int) -> np.ndarray | None:
         """What a newcomer must reach to enter the known lists of a block of the second set, (n,) float64."""

@@ -1,6 +1,7 @@
 """Find the exact k nearest neighbors of every row of a feature set among all its other rows."""
 
 from collections.abc import Callable
+from enum import StrEnum
 from threading import Lock
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     from lattqe.search.stored import GraphTask
     from lattqe.store import Manifest
 
+
+class Engine(StrEnum):
+    """Who finds the candidates."""
+
+    lattqe = "lattqe"
+    faiss = "faiss"
+
+
 PROGRESS_UNIT = 1_000_000  # products of two vectors
 
 
@@ -42,6 +51,8 @@ def main(
     address: Address = None,
     cache: Cache = None,
     block_rows: Annotated[int | None, typer.Option(min=1, help="Rows of a block; by default as fit.")] = None,
+    engine: Annotated[Engine, typer.Option(help="faiss: it finds the candidates, each list is certified; the same "
+                                                "graph.")] = Engine.lattqe,
     json: Json = False,
 ) -> None:
     """Find the exact k nearest neighbors of every row among all other rows.
@@ -54,7 +65,7 @@ def main(
 
     # Workers may run elsewhere: addresses are made absolute here.
     task = GraphTask(open_place(features).uri, open_place(to).uri, k, against and open_place(against).uri,
-                     into and open_place(into).uri, cache)
+                     into and open_place(into).uri, cache, engine=engine.value)
     facts: dict[str, Any]
     check_sets(task)
     rows = sum(each.rows for each in open_sets(task))
@@ -76,20 +87,27 @@ def main(
 
 def neighbors_here(task: "GraphTask") -> "tuple[Manifest, dict[str, Any]]":
     """Plan, compute what is missing, publish, in this process: the manifest, and what it took."""
+    from dataclasses import replace
+
     from lattqe.memory import peak_bytes
-    from lattqe.search.stored import begin_graph, build_graph, open_sets
+    from lattqe.search.stored import begin_graph, build_graph, measure_products, open_sets
 
     sets, pending = open_sets(task), begin_graph(task)
+    kind, rate = measure_products(task)
+    task = replace(task, kind=kind)
     rows, dim = sum(each.rows for each in sets), sets[0].dim
     products = rows * rows // 2
     show_table("plan", {"rows": f"{rows:,} × {dim} {sets[0].dtype}, k = {task.k}",
                         "where": "in this process: --workers or --address ask for Ray",
-                        "graph": human_bytes(8 * task.k * rows), "products": f"{2e-12 * products * dim:.3g} TFLOP"})
+                        "graph": human_bytes(8 * task.k * rows),
+                        "products": f"{2e-12 * products * dim:.3g} TFLOP in {kind}",
+                        "expected time": f"{human_time(products / rate)} at {2e-9 * rate * dim:.0f} GFLOP/s"})
     with progress_bar("products, millions", products // PROGRESS_UNIT + 1) as bar:
         seconds = build_graph(task, _in_millions(bar, 0))
     total = seconds.pop("all")
     return pending.finish(), {
-        "seconds": round(total, 2), "gflops": round(2 * products * dim / max(total, 1e-9) / 1e9, 1), "workers": 0,
+        "seconds": round(total, 2), "gflops": round(2 * products * dim / max(total, 1e-9) / 1e9, 1),
+        "products": kind, "workers": 0,
         "worker_seconds": {name: round(spent, 2) for name, spent in sorted(seconds.items())},
         "peak_worker_bytes": peak_bytes()}
 
@@ -133,7 +151,7 @@ def show_plan(task: "GraphTask", plan: "GraphPlan", left: int) -> None:
         "unfinished lists": f"up to {human_bytes(plan.work_bytes)} in {task.to}/_work",
         "graph": human_bytes(8 * task.k * plan.rows),
         "products": f"{plan.flops / 1e12:.3g} TFLOP, {100 * (1 - left / max(plan.products, 1)):.0f} % of them done",
-        "expected time": f"{human_time(expected)} at {speed:.0f} GFLOP/s a worker"})
+        "expected time": f"{human_time(expected)} at {speed:.0f} GFLOP/s a worker, products in {plan.kind}"})
 
 
 def human_time(seconds: float) -> str:
@@ -149,7 +167,8 @@ def facts_of(summary: "GraphSummary", plan: "GraphPlan", left: int) -> dict[str,
     return {"seconds": round(summary.blocks.seconds, 2), "seconds_after_start": round(summary.working, 2),
             "gflops": round(2 * left * plan.dim / max(summary.working, 1e-9) / 1e9, 1),
             "worker_seconds": {name: round(spent, 2) for name, spent in sorted(summary.seconds.items())},
-            "workers": plan.workers, "balance": round(summary.balance, 3), "peak_worker_bytes": summary.peak_bytes,
+            "products": plan.kind, "workers": plan.workers,
+            "balance": round(summary.balance, 3), "peak_worker_bytes": summary.peak_bytes,
             "retries": summary.blocks.retries, "workers_lost": summary.blocks.actors_lost}
 
 

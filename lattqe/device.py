@@ -1,5 +1,6 @@
 """The one seam between CPU and GPU: everything that allocates asks here where to, and how exactly to multiply."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,11 @@ from lattqe.errors import LattqeError
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """Turn 'auto', 'cpu', 'cuda' or 'cuda:1' into a device; 'auto' takes a GPU where there is one."""
+    """Turn 'auto', 'cpu', 'cuda' or 'cuda:1' into a device.
+
+    'auto' is what LATTQE_DEVICE says, on every worker of a job; where it says nothing, a GPU where there is one.
+    """
+    name = os.environ.get("LATTQE_DEVICE") or "auto" if name == "auto" else name
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

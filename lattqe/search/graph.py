@@ -6,9 +6,11 @@ below that guess nothing is kept, which leaves some two candidates for each neig
 proves too high costs a search of that one row.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,17 +18,19 @@ import torch
 from lattqe.errors import LattqeError
 from lattqe.search.exact import merge, published
 from lattqe.search.pairing import Clock, all_pairs, in_lanes, in_threads, run_pairs
-from lattqe.search.products import Block, Products, lanes_on
+from lattqe.search.products import Block, Products, kinds_for, lanes_on, with_room
 from lattqe.search.rows import Rows, check_rows, row_range, tiles
-from lattqe.search.topk import RunningTopK, capacity_for, search_block
+from lattqe.search.topk import DeviceTopK, RunningTopK, capacity_for, running_topk, search_block
 
 WIDE_BYTES = 256 << 20  # of one block's float32 copy
 CANDIDATE_BYTES = 384 << 20  # of one block's running top-k
+TRIAL_ROWS, HOPELESS = 256, 3.0  # a kind that is so many times slower on a small trial is not measured further
 GUESS_DEVIATIONS = 3  # how far above the expected rank in a sample a guess is taken: about one in 500 is too high
 FINISH_ROWS = 1024  # scored and merged at once by one thread
 MIRROR_DIM = 384  # from which on looking a pair up in the other's list is cheaper than scoring it again
 
 
+Running = RunningTopK | DeviceTopK
 Redone = Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]  # row numbers, their scores, their ids
 
 
@@ -83,6 +87,40 @@ def knn_graph(xb: Rows, k: int, *, device: torch.device | None = None, block_row
     return ids, scores
 
 
+def fastest_kind(x: np.ndarray, k: int, rows: int, device: torch.device | None = None, engine: str = "lattqe",
+                 seconds: float = 0.5) -> tuple[str, float]:
+    """Find the kind of products that makes the graph of `rows` rows fastest, from a sample x (m, D) of them: its name,
+    and products per second, selection and exact scores included.
+
+    The graph of the sample is computed by every kind in turn, with neighbors in the same proportion to the rows, so
+    that as many entries of a tile are worth keeping as there will be. Takes about `seconds`. The second engine,
+    "faiss", has one kind of its own.
+    """
+    k = max(round(k * len(x) / max(rows, 1)), 1)
+
+    def spent(sample: np.ndarray, kind: str) -> float:
+        started = time.perf_counter()
+        if kind == "faiss":
+            from lattqe.search.second import faiss_graph
+
+            faiss_graph(sample, k, device=device)
+        else:
+            knn_graph(sample, k, device=device, kind=kind)
+        return time.perf_counter() - started
+
+    kinds = ("faiss",) if engine == "faiss" else kinds_for(device)
+    trial = x[:: -(-len(x) // TRIAL_ROWS)]
+    first = {kind: min(spent(trial, kind), spent(trial, kind)) for kind in kinds}
+    likely = [kind for kind, took in first.items() if took < HOPELESS * min(first.values())]
+    best: dict[str, float] = dict.fromkeys(likely, np.inf)
+    deadline = time.perf_counter() + seconds
+    while np.isinf(best[likely[-1]]) or time.perf_counter() < deadline:
+        for kind in likely:
+            best[kind] = min(best[kind], spent(x, kind))
+    kind = min(likely, key=best.__getitem__)
+    return kind, len(x) ** 2 / 2 / max(best[kind], 1e-9)
+
+
 def rows_per_block(dim: int, k: int, copied: bool = True) -> int:
     """How many rows fit the memory of one block; rows that are not copied count for their candidates only."""
     rows = CANDIDATE_BYTES // (8 * capacity_for(k))
@@ -91,7 +129,11 @@ def rows_per_block(dim: int, k: int, copied: bool = True) -> int:
 
 def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Products], clock: Clock) -> Lists:
     """Compare a block with itself: diagonal tiles first, so that every row has a threshold, then one triangle."""
-    running = RunningTopK(rows, rows, lists.ids.shape[1], lanes[0].error(rows, rows), _known(lists))
+    return with_room(lambda: _compare_within(rows, lists, first_row, lanes, clock), lanes)
+
+
+def _compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Products], clock: Clock) -> Lists:
+    running = running_topk(lanes[0], rows, rows, lists.ids.shape[1], _known(lists))
     cuts = samples(len(rows), tile_rows(len(rows), lanes))
 
     def compare(products: Products, pair: tuple[int, int]) -> None:
@@ -104,7 +146,7 @@ def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Pr
     return _merge(running, lists, first_row, lanes[0].threads, clock, redone)
 
 
-def _search_again(rows: Block, running: RunningTopK, lanes: Sequence[Products], clock: Clock) -> Redone:
+def _search_again(rows: Block, running: Running, lanes: Sequence[Products], clock: Clock) -> Redone:
     """Search the rows whose guessed threshold was too high: their numbers, and their lists."""
     again = running.unproven()
     with clock("searching again"):
@@ -122,9 +164,16 @@ def compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: L
 
     `visitor_floor` (n,) float64: scores below which visitors take nobody, whatever their lists say.
     """
+    return with_room(lambda: _compare_between(rows, visitors, lists, visitor_lists, first_row, first_visitor, lanes,
+                                              clock, visitor_floor), lanes)
+
+
+def _compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: Lists, first_row: int,
+                     first_visitor: int, lanes: Sequence[Products], clock: Clock,
+                     visitor_floor: np.ndarray | None) -> tuple[Lists, Lists]:
     k = lists.ids.shape[1]
-    running = RunningTopK(rows, visitors, k, lanes[0].error(rows, visitors), _known(lists))
-    returning = RunningTopK(visitors, rows, k, lanes[0].error(visitors, rows), _known(visitor_lists), visitor_floor)
+    running = running_topk(lanes[0], rows, visitors, k, _known(lists))
+    returning = running_topk(lanes[0], visitors, rows, k, _known(visitor_lists), visitor_floor)
     cuts = samples(len(rows), tile_rows(len(rows), lanes))
     visiting = samples(len(visitors), tile_rows(len(visitors), lanes))
 
@@ -152,8 +201,8 @@ def samples(n: int, size: int) -> list[slice]:
     return [slice(start, None, count) for start in range(count)]
 
 
-def _feed(rows: Block, visitors: Block, cut: slice, visiting: slice, running: RunningTopK,
-          returning: RunningTopK | None, products: Products, clock: Clock) -> None:
+def _feed(rows: Block, visitors: Block, cut: slice, visiting: slice, running: Running,
+          returning: Running | None, products: Products, clock: Clock) -> None:
     """Multiply one tile; offer its entries to the rows and, where there is a `returning`, to the visitors."""
     with clock("products"):
         tile = products.multiply(rows.held[cut], visitors.held[visiting])
@@ -173,12 +222,12 @@ def _feed(rows: Block, visitors: Block, cut: slice, visiting: slice, running: Ru
             returning.offer(visiting, j, cut.start + cut.step * i, scores)
 
 
-def _lift(running: RunningTopK, cut: slice, tile: object, entries: int, total: int, products: Products,
+def _lift(running: Running, cut: slice, tile: object, entries: int, total: int, products: Products,
           columns: bool = False) -> None:
     """Give rows without a threshold one, from this tile, of which they see `entries` of `total`: its k-th best, or
     what is about the k-th best of all.
     """
-    if not np.isneginf(running.threshold[cut]).any():
+    if not running.bare(cut):
         return
     expected = running.k * entries / max(total, 1)
     rank = int(np.ceil(expected + GUESS_DEVIATIONS * np.sqrt(expected) + 1))
@@ -193,21 +242,22 @@ def _known(lists: Lists) -> np.ndarray | None:
     return None if np.isneginf(lists.scores).all() else lists.scores
 
 
-def _score(running: RunningTopK, returning: RunningTopK | None, threads: int, clock: Clock) -> None:
+def _score(running: Running, returning: Running | None, threads: int, clock: Clock) -> None:
     """Score what was kept, rows in parallel; of long vectors, a pair that stands in both lists only once."""
     sides = [running] if returning is None else [running, returning]
-    mirror = sides[-1] if running.rows.dim >= MIRROR_DIM else None
+    mirror: Any = sides[-1] if running.rows.dim >= MIRROR_DIM and isinstance(running, RunningTopK) else None
     with clock("scoring"):
         for side in sides:
             in_threads(side.settle, _cuts(side), threads)
             side.prepare_scores()
         if mirror is not None:
-            clock.count("scored", sum(in_threads(partial(running.score, mirror=mirror), _cuts(running), threads)))
+            score: Callable[[int, int], int] = partial(running.score, mirror=mirror)
+            clock.count("scored", sum(in_threads(score, _cuts(running), threads)))
         for side in sides:
             clock.count("scored", sum(in_threads(side.score, _cuts(side), threads)))
 
 
-def _merge(running: RunningTopK, lists: Lists, first_row: int, threads: int, clock: Clock,
+def _merge(running: Running, lists: Lists, first_row: int, threads: int, clock: Clock,
            redone: Redone = ()) -> Lists:
     """Merge what was found into the lists, rows in parallel; the row numbers found count from `first_row`.
 
@@ -226,5 +276,5 @@ def _merge(running: RunningTopK, lists: Lists, first_row: int, threads: int, clo
         return Lists(np.concatenate([part.scores for part in parts]), np.concatenate([part.ids for part in parts]))
 
 
-def _cuts(running: RunningTopK) -> list[tuple[int, int]]:
+def _cuts(running: Running) -> list[tuple[int, int]]:
     return list(tiles(len(running.rows), FINISH_ROWS))

@@ -2,17 +2,17 @@
 
 All kinds have the same methods; what `multiply` returns is opaque to the caller, so that a tile never leaves its
 device: only the few entries above a threshold do. Which kind is the fastest depends on the processor and on the rows
-(numpy's OpenBLAS or torch's MKL, int8 where there are instructions for it): `lattqe.search.fastest` measures. A product
-only decides what is worth an exact score, so every kind gives the same answer. Comparing with a threshold is an order
-of magnitude cheaper than a top-k.
+(numpy's OpenBLAS or torch's MKL, int8 where there are instructions for it): `lattqe.search.graph.fastest_kind`
+measures. A product only decides what is worth an exact score, so every kind gives the same answer. Comparing with a
+threshold is an order of magnitude cheaper than a top-k.
 One lane for each thread: its own product buffers, BLAS on one thread, so that selection runs in parallel too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,16 +26,20 @@ from lattqe.search.rows import Rows, as_tensor, check_rows, pieces_of, row_range
 
 SYMMETRIC_DIM = 256  # below, numpy loses more by mirroring A @ A.T than it gains by computing half of it
 
+TILE_ENTRIES = 4 << 20  # of one product: with its masks it stays near the last-level cache
+LEAST_TILE = 64
 CPU = torch.device("cpu")
 
-Passing = tuple[np.ndarray, np.ndarray, np.ndarray]
+Passing = tuple[Any, Any, Any]
+Result = TypeVar("Result")
 
 
 class Products(Protocol):
     """Where and how tiles are multiplied: `kind` is its name, `threads` how many the CPU's part of the work has."""
 
     kind: str
-    tile: int
+    tile: int  # rows on each side of a tile
+    entries: int  # of a tile that is as wide as few rows permit
     threads: int
 
     def hold(self, x: Rows) -> Any:
@@ -53,14 +57,18 @@ class Products(Protocol):
     def multiply(self, a: Any, b: Any) -> Any:
         """All dot products of widened rows (na, D) and (nb, D): an (na, nb) float32 tile, valid until the next call."""
 
+    def release(self) -> None:
+        """Give the memory of tiles back."""
+
     def blank(self, tile: Any, i: np.ndarray, j: np.ndarray) -> None:
         """Set the entries (i, j) to -inf."""
 
-    def kth(self, tile: Any, k: int, columns: bool = False) -> np.ndarray:
+    def kth(self, tile: Any, k: int, columns: bool = False) -> Any:
         """The k-th largest entry of each row (or column), float32."""
 
-    def passing(self, tile: Any, threshold: np.ndarray, columns: bool = False) -> Passing:
-        """Entries above the threshold of their row (na,): rows i ascending, columns j, scores.
+    def passing(self, tile: Any, threshold: Any, columns: bool = False) -> Passing:
+        """Entries above the threshold of their row (na,): rows i ascending, columns j, scores; arrays, or tensors on
+        the device, as `threshold` and what `kth` gives.
 
         With `columns`, above the threshold of their column (nb,): columns ascending, rows, scores.
         """
@@ -72,7 +80,7 @@ class NumpyProducts:
     kind = "float32 numpy"
 
     def __init__(self, tile: int = 2048, threads: int = 1) -> None:
-        self.tile, self.threads = tile, threads
+        self.tile, self.entries, self.threads = tile, TILE_ENTRIES, threads
         self._buffer = np.empty(0, dtype=np.float32)
         self._mask = np.empty(0, dtype=bool)
 
@@ -101,6 +109,10 @@ class NumpyProducts:
         if a.shape[1] < SYMMETRIC_DIM and a.ctypes.data == b.ctypes.data:
             b = b.copy()
         return np.matmul(a, b.T, out=out)
+
+    def release(self) -> None:
+        """See Products."""
+        self._buffer, self._mask = np.empty(0, dtype=np.float32), np.empty(0, dtype=bool)
 
     def blank(self, tile: np.ndarray, i: np.ndarray, j: np.ndarray) -> None:
         """See Products."""
@@ -159,13 +171,13 @@ class Int8Products(NumpyProducts):
 
 
 class TorchProducts:
-    """GPU (or any torch device): products, thresholds and comparisons stay there, the few kept entries come back."""
+    """GPU (or any torch device): products, thresholds and comparisons stay there, and what passes them too."""
 
     kind = "float32"
 
     def __init__(self, device: torch.device, tile: int = 8192, threads: int | None = None) -> None:
         self.device = device
-        self.tile, self.threads = tile, threads or torch.get_num_threads()
+        self.tile, self.entries, self.threads = tile, TILE_ENTRIES, threads or torch.get_num_threads()
         self._buffer = torch.empty(0, device=device)
 
     def hold(self, x: Rows) -> Any:
@@ -193,20 +205,26 @@ class TorchProducts:
         with matmul_precision(self.device):
             return torch.mm(a, b.T, out=out)
 
+    def release(self) -> None:
+        """See Products."""
+        self._buffer = torch.empty(0, device=self.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def blank(self, tile: torch.Tensor, i: np.ndarray, j: np.ndarray) -> None:
         """See Products."""
         tile[self._bring(i), self._bring(j)] = -torch.inf
 
-    def kth(self, tile: torch.Tensor, k: int, columns: bool = False) -> np.ndarray:
+    def kth(self, tile: torch.Tensor, k: int, columns: bool = False) -> torch.Tensor:
         """See Products."""
         lines = tile.T.contiguous() if columns else tile
-        return torch.topk(lines, k, dim=1, sorted=False).values.amin(dim=1).cpu().numpy()
+        return torch.topk(lines, k, dim=1, sorted=False).values.amin(dim=1)
 
-    def passing(self, tile: torch.Tensor, threshold: np.ndarray, columns: bool = False) -> Passing:
+    def passing(self, tile: torch.Tensor, threshold: torch.Tensor, columns: bool = False) -> Passing:
         """See Products; `nonzero` of the transposed mask comes ordered by columns."""
         lines = tile.T if columns else tile
-        i, j = (lines > self._bring(threshold)[:, None]).nonzero(as_tuple=True)
-        return i.cpu().numpy(), j.cpu().numpy(), lines[i, j].cpu().numpy()
+        i, j = (lines > threshold[:, None]).nonzero(as_tuple=True)
+        return i, j, lines[i, j]
 
     def _bring(self, values: np.ndarray) -> torch.Tensor:
         return as_tensor(values).to(self.device)
@@ -323,6 +341,20 @@ def lanes_on(device: torch.device | None = None, kind: str | None = None) -> Ite
     threads = torch.get_num_threads()
     with _libraries().limit(limits=1, user_api="blas"), _torch_threads(1 if kind != NumpyProducts.kind else threads):
         yield [CPU_KINDS[kind](threads=threads) for _ in range(threads)]
+
+
+def with_room(compute: Callable[[], Result], lanes: Sequence[Products]) -> Result:
+    """compute(), again with tiles half as large for as long as the device has no memory for them."""
+    while True:
+        try:
+            return compute()
+        except torch.OutOfMemoryError as error:
+            if lanes[0].tile <= LEAST_TILE:
+                raise LattqeError(f"the device has no memory left, even for tiles of {lanes[0].tile} rows: use more "
+                                  "workers or smaller blocks (--block-rows)") from error
+            for lane in lanes:
+                lane.tile, lane.entries = max(lane.tile // 2, LEAST_TILE), lane.entries // 4
+                lane.release()
 
 
 @contextmanager

@@ -7,15 +7,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+
 from lattqe.device import pick_device
 from lattqe.errors import LattqeError
-from lattqe.search.graph import knn_graph
+from lattqe.search.graph import fastest_kind, knn_graph
 from lattqe.search.pairing import Clock
 from lattqe.search.rows import in_one
+from lattqe.search.second import faiss_graph
 from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table, part_row_counts, row_bytes
 from lattqe.store.place import absolute, node_folder
 
 MAX_ROWS = 2**31 - 1
+SAMPLE_FLOPS = 4e9  # for each thread, of the graph of the sample that is measured: about a twentieth of a second
+SAMPLE_ROWS = 1024, 8192
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class GraphTask:
     known: str | None = None  # the second set's own graph
     cache: str | None = None  # node-local folder that keeps remote rows
     threads: int = 1
+    engine: str = "lattqe"  # or "faiss": the second engine, for the same result
+    kind: str | None = None  # of products (`lattqe.search.products.kinds_for`); the result does not depend on it
 
     def __post_init__(self) -> None:
         """Make addresses absolute, for the workers."""
@@ -79,6 +87,19 @@ def begin_graph(task: GraphTask) -> Pending:
                          config={"job": "neighbors", "k": task.k}, inputs=inputs)
 
 
+def measure_products(task: GraphTask) -> tuple[str, float]:
+    """Measure on a sample of the rows: the fastest kind of products for them here, and how many it makes in a second
+    with their selection.
+    """
+    features = open_sets(task)[0]
+    wanted = int(np.clip(np.sqrt(SAMPLE_FLOPS * torch.get_num_threads() / max(features.dim, 1)), *SAMPLE_ROWS))
+    # Evenly from everywhere; of a remote set from its beginning, which spares reading all of its parts.
+    last = features.rows - 1 if features.place.is_local else min(wanted, features.rows) - 1
+    rows = np.unique(np.linspace(0, max(last, 0), wanted).astype(np.int64))
+    return fastest_kind(features.gather(rows[: features.rows]), task.k, features.rows, pick_device(), task.engine,
+                        seconds=0.5 if features.rows > wanted else 0.0)
+
+
 class _Counting(Clock):
     """A clock that tells of each product that is done."""
 
@@ -103,7 +124,11 @@ def build_graph(task: GraphTask, on_products: Callable[[int], None] = lambda pro
     if missing:
         rows = in_one([piece for each in open_sets(task) for piece in each.pieces()])
         device = pick_device()
-        I, D = knn_graph(rows, task.k, device=None if device.type == "cpu" else device, clock=clock)  # noqa: E741
+        if task.engine == "faiss":
+            I, D = faiss_graph(rows, task.k, device=device, clock=clock)  # noqa: E741
+        else:
+            I, D = knn_graph(rows, task.k, device=None if device.type == "cpu" else device, clock=clock,  # noqa: E741
+                             kind=task.kind)
         for part in missing:
             start = sum(pending.part_rows[:part])
             lists = slice(start, start + pending.part_rows[part])

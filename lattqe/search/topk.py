@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from lattqe.errors import LattqeError
+from lattqe.search.device_topk import DeviceTopK
 from lattqe.search.exact import best_of, exact_order, exact_scores, just_below, merge, published
 from lattqe.search.pairing import in_lanes
-from lattqe.search.products import Block, Products, lanes_on
+from lattqe.search.products import Block, Products, TorchProducts, lanes_on, with_room
 from lattqe.search.rows import check_queries, tiles
 
 QUERY_BLOCK = 4096
 MANY_QUERIES = 256  # for each thread: fewer, and the threads share the database instead
 BUFFER_BYTES = 128 << 20  # of candidates, for one block of queries
-TILE_ENTRIES = 4 << 20  # of one product: with its masks it stays near the last-level cache
 RECEIVE_CHUNK = 8192  # pairs looked up at once
 SPARE = 3  # candidates that a row's buffer holds for each of its k best
 
@@ -61,7 +61,8 @@ def best_rows(xq: np.ndarray, database: Block, k: int, lanes: Sequence[Products]
         first, last, start, stop = task
         queries = Block.load(xq[first:last], products, widen=True)
         hidden = None if exclude is None else np.asarray(exclude[first:last]) - first_row - start
-        scores, ids = search_block(queries, database.part(start, stop), k, products, hidden)
+        part = database.part(start, stop)
+        scores, ids = with_room(lambda: search_block(queries, part, k, products, hidden), [products])
         return scores, np.where(ids < 0, -1, ids + (start + first_row)).astype(np.int32)
 
     scores, ids = np.full((len(xq), k), -np.inf), np.full((len(xq), k), -1, dtype=np.int32)
@@ -78,8 +79,8 @@ def search_block(queries: Block, database: Block, k: int, products: Products,
 
     (nq, k) float64 (-inf missing), (nq, k) int32 (-1 missing).
     """
-    running = RunningTopK(queries, database, k, products.error(queries, database))
-    for lo, hi in tiles(len(database), max(TILE_ENTRIES // len(queries), products.tile)):
+    running = running_topk(products, queries, database, k)
+    for lo, hi in tiles(len(database), max(products.entries // max(len(queries), 1), products.tile)):
         tile = products.multiply(queries.held, products.widen(database.held[lo:hi]))
         if hidden is not None:
             inside = np.flatnonzero((hidden >= lo) & (hidden < hi))
@@ -92,6 +93,15 @@ def search_block(queries: Block, database: Block, k: int, products: Products,
     running.prepare_scores()
     running.score(0, len(queries))
     return running.lists(0, len(queries))
+
+
+def running_topk(products: Products, rows: Block, others: Block, k: int, known: np.ndarray | None = None,
+                 floor: np.ndarray | None = None) -> "RunningTopK | DeviceTopK":
+    """A running top-k where the products are made: in arrays, or in tensors on their device."""
+    error = products.error(rows, others)
+    if isinstance(products, TorchProducts):
+        return DeviceTopK(rows, others, k, error, capacity_for(k), products.device, known, floor)
+    return RunningTopK(rows, others, k, error, known, floor)
 
 
 class RunningTopK:
@@ -118,6 +128,10 @@ class RunningTopK:
         self._scores = np.full((len(rows), capacity), -np.inf, dtype=np.float32)
         self._ids = np.empty((len(rows), capacity), dtype=np.int32)
         self._fill = np.zeros(len(rows), dtype=np.int32)
+
+    def bare(self, cut: slice) -> bool:
+        """Whether some of the rows in `cut` have no threshold yet."""
+        return bool(np.isneginf(self.threshold[cut]).any())
 
     def lift(self, cut: slice, kth: np.ndarray, guess: bool = False) -> None:
         """Raise thresholds of the rows in `cut`: each has k offered scores not below kth (m,) float32, or, with

@@ -105,6 +105,13 @@ def test_distractors_join_a_graph_made_once(local_ray, photos_folder, tmp_path, 
     assert sum(counted) <= a.rows * (a.rows + 1) // 2 + a.rows * b.rows + cut.blocks * a.rows, "no distractor pairs"
 
 
+@pytest.mark.parametrize("options", [{"engine": "faiss"}, {"kind": "int8"}, {"kind": "float32 torch"}])
+def test_engines_and_kinds_of_products_give_the_same_bytes(local_ray, features, undisturbed, tmp_path, options):
+    task = GraphTask(features.uri, str(tmp_path / "graph"), K, **options)
+    graph, _ = compute(task, cut_rows(900, 0, 2, 300))
+    assert_same(graph, undisturbed)
+
+
 def mortal_worker(fatal):
     """A worker that dies between its two writes, once for each file in `fatal`."""
     class MortalWorker(GraphWorker):

@@ -1,14 +1,17 @@
 """Every kind of products: its error bound attacked, and the same answers as the definition."""
 
+import sys
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_search_exact import KINDS, data, slow_graph, use_lanes
+from test_search_exact import KINDS, data, slow_graph, slow_topk, use_lanes
 
 from lattqe.errors import LattqeError
-from lattqe.search import knn_graph
+from lattqe.search import device_topk, knn_graph, topk
 from lattqe.search.coarse import FORMATS, encode
 from lattqe.search.exact import exact_scores
 from lattqe.search.products import (
@@ -20,6 +23,7 @@ from lattqe.search.products import (
 )
 
 CPU = torch.device("cpu")
+topk_module = sys.modules["lattqe.search.topk"]  # the package has a function of that name
 MAKE = {**CPU_KINDS,
         "torch device float32": lambda **sizes: TorchProducts(CPU, **sizes),
         "torch device float16": lambda **sizes: CoarseTorchProducts(CPU, "float16", **sizes),
@@ -128,3 +132,45 @@ def test_kinds_by_name_in_several_threads(kind):
 def test_an_unknown_kind_is_refused():
     with pytest.raises(LattqeError, match="use one of float32 numpy, float32 torch, int8"):
         knn_graph(np.ones((3, 2), dtype=np.float32), 1, kind="tf32")
+
+
+class CrampedProducts(TorchProducts):
+    """A device with memory for tiles of at most so many entries."""
+
+    def __init__(self, limit, **sizes):
+        super().__init__(CPU, **sizes)
+        self.limit, self.refused = limit, 0
+
+    def _product(self, a, b, out):
+        if out.numel() > self.limit:
+            self.refused += 1
+            raise torch.OutOfMemoryError("out of memory")
+        return super()._product(a, b, out)
+
+
+def test_tiles_are_halved_until_the_device_has_room(monkeypatch):
+    rng = np.random.default_rng(4)
+    xb = data("duplicates", rng, 900, 24, np.float16)
+    products = CrampedProducts(130 * 130, tile=512)
+    use_lanes(monkeypatch, [products])
+    for found, expected in zip(knn_graph(xb, 9), slow_graph(xb, 9)):
+        np.testing.assert_array_equal(found, expected)
+    assert (products.tile, products.refused) == (128, 2)
+    monkeypatch.setattr(topk_module, "lanes_on", lambda device: nullcontext([CrampedProducts(40_000)]))
+    np.testing.assert_array_equal(topk(xb[:300], xb, 7)[1], slow_topk(xb[:300], xb, 7)[1])
+    use_lanes(monkeypatch, [CrampedProducts(10)])
+    with pytest.raises(LattqeError, match="no memory left, even for tiles of 64 rows"):
+        knn_graph(xb, 9)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "tf32"])
+def test_float16_rows_are_scored_on_the_device(kind, monkeypatch):
+    """No pair is scored on the CPU, and the lists are the same integers and the same bits."""
+    rng = np.random.default_rng(5)
+    xb = np.concatenate([data(rows, rng, 200, 32, np.float16) for rows in ("random", "duplicates", "near")])
+    expected = knn_graph(xb, 11)
+    monkeypatch.setattr(device_topk, "exact_scores", None)
+    use_lanes(monkeypatch, [MAKE[f"torch device {kind}"](tile=128)])
+    for block_rows in (None, 170):
+        for found, wanted in zip(knn_graph(xb, 11, block_rows=block_rows), expected):
+            np.testing.assert_array_equal(found, wanted)

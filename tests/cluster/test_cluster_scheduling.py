@@ -1,0 +1,148 @@
+"""Where graph workers run: on nodes of any shape, on declared GPUs, on nodes that join late; never a silent wait.
+
+Nodes only declare what they own: sixteen CPUs or a GPU cost nothing here, and LATTQE_DEVICE=cpu keeps workers that
+were given a GPU on the CPU.
+"""
+
+import os
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ray
+import torch
+from ray.cluster_utils import Cluster
+
+from cluster.blocks import BlockPolicy
+from cluster.graph import run_graph
+from cluster.graph_plan import agree_on_cut, cut_rows, measure_worker, places, plan_graph, threads_for
+from cluster.graph_worker import GraphWorker
+from cluster.session import ray_session
+from lattqe.device import pick_device
+from lattqe.errors import LattqeError
+from lattqe.search import knn_graph
+from lattqe.search.products import kinds_for
+from lattqe.search.stored import GraphTask, begin_graph
+from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph
+
+pytestmark = pytest.mark.ray
+
+K, ROWS = 5, 600
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    path = tmp_path_factory.mktemp("features") / "rows"
+    with FeatureWriter(str(path), 16) as writer:
+        writer.append(np.random.default_rng(0).standard_normal((ROWS, 16)), [str(row) for row in range(ROWS)])
+    return FeatureSet.open(str(path))
+
+
+def witness(folder, wait_for_nodes):
+    """A worker that notes its node, and whether it was given a GPU, and waits until enough nodes have a worker."""
+    class Witness(GraphWorker):
+        def __init__(self, task, cut):
+            super().__init__(task, cut)
+            self.note = f"{ray.get_runtime_context().get_node_id()} {len(ray.get_gpu_ids())} {self.device.type}"
+            (folder / f"up {self.note}").touch()
+
+        def compare(self, *item):
+            deadline = time.monotonic() + 120
+            while len(list(folder.glob("up *"))) < wait_for_nodes and time.monotonic() < deadline:
+                time.sleep(0.05)
+            (folder / f"worked {self.note}").touch()
+            super().compare(*item)
+
+    return Witness
+
+
+def notes(folder, word):
+    return [path.name.split()[1:] for path in folder.glob(f"{word} *")]
+
+
+def compute(task, plan, cut, **options):
+    pending = begin_graph(task)
+    cut = agree_on_cut(pending.place, cut)
+    run_graph(replace(task, threads=plan.threads, kind=plan.kind), cut, plan.workers, lambda _: None,
+              resources=plan.resources, **options)
+    pending.finish()
+    return NeighborGraph.open(task.to).read()
+
+
+@pytest.fixture
+def cluster():
+    """A head that owns no CPUs."""
+    ray.shutdown()
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def test_workers_fit_the_nodes(cluster, features, tmp_path):
+    """Four workers for three nodes of 8 CPUs: a share of all would be 6, which only three workers could get."""
+    for _ in range(3):
+        cluster.add_node(num_cpus=8)
+    cluster.wait_for_nodes()
+    with ray_session(cluster.address):
+        assert threads_for(1) == 8, "one worker for 24 CPUs gets those of one node"
+        assert threads_for(4) == 4
+        assert places(4) == 6
+        assert places(9) == 0
+        plan = plan_graph(GraphTask(features.uri, str(tmp_path / "graph"), K), 2)
+        assert plan.resources == {"num_cpus": 8}
+        assert plan.kind in kinds_for(torch.device("cpu"))
+        task = GraphTask(features.uri, str(tmp_path / "graph"), K)
+        with pytest.raises(LattqeError, match=r"a worker with 9 cpus found no place on any node within 1 s \(free: 24"):
+            measure_worker(task, {"num_cpus": 9}, timeout=1)
+
+
+def test_workers_take_declared_gpus_and_stay_on_the_cpu_where_told(cluster, features, tmp_path, monkeypatch):
+    monkeypatch.setenv("LATTQE_DEVICE", "cpu")
+    for _ in range(2):
+        cluster.add_node(num_cpus=2, num_gpus=1)
+    cluster.add_node(num_cpus=4)
+    cluster.wait_for_nodes()
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    monkeypatch.setattr("cluster.graph.GraphWorker", witness(folder, 2))
+    with ray_session(cluster.address):
+        task = GraphTask(features.uri, str(tmp_path / "graph"), K)
+        plan = plan_graph(task)
+        assert plan.workers == 2
+        assert plan.resources == {"num_cpus": 2, "num_gpus": 1}, "no more CPUs than a node with a GPU has"
+        found = compute(task, plan, cut_rows(ROWS, 0, 2, 100))
+    assert len({node for node, *_ in notes(folder, "worked")}) == 2
+    assert {(gpus, device) for _, gpus, device in notes(folder, "worked")} == {("1", "cpu")}
+    np.testing.assert_array_equal(found[0], knn_graph(features.read(), K)[0])
+
+
+def test_a_node_that_joins_late_gets_work(cluster, features, tmp_path, monkeypatch):
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    monkeypatch.setattr("cluster.graph.GraphWorker", witness(folder, 2))
+    with ray_session(cluster.address):
+        task = GraphTask(features.uri, str(tmp_path / "graph"), K)
+        plan = plan_graph(task)
+        assert plan.workers == 1
+        assert plan.grows
+        assert not plan_graph(task, 1).grows, "so many workers as were asked for"
+        cluster.add_node(num_cpus=1)  # the first worker waits until there is another one
+        found = compute(task, plan, cut_rows(ROWS, 0, 4, 100), grows=True,
+                        policy=BlockPolicy(window=1, room_seconds=0.0))
+    assert len({node for node, *_ in notes(folder, "worked")}) == 2
+    np.testing.assert_array_equal(found[0], knn_graph(features.read(), K)[0])
+
+
+def test_one_setting_says_what_auto_means(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pick_device().type == "cuda"
+    monkeypatch.setitem(os.environ, "LATTQE_DEVICE", "cpu")
+    assert pick_device().type == "cpu"
+    assert pick_device("cuda").type == "cuda", "a device that is asked for by name is meant"
+    monkeypatch.setitem(os.environ, "LATTQE_DEVICE", "toaster")
+    with pytest.raises(LattqeError, match="unknown device 'toaster'"):
+        pick_device()
