@@ -13,11 +13,12 @@ import numpy as np
 import ray
 
 from cluster.blocks import BlockPolicy, run_blocks
+from cluster.hops import run_hops
 from cluster.metrics import Work
 from cluster.reach import Reach, ShardReader, vector_bytes
 from cluster.session import gpus_available
-from lattqe.augmentation import Augmentation, AugmentSummary, AugmentWorker
-from lattqe.augmentation.index import Item, items_to_do, rows_of
+from lattqe.augmentation import Augmentation, AugmentSummary
+from lattqe.augmentation.index import Item, items_to_do, rows_of, worker_class
 from lattqe.errors import LattqeError
 from lattqe.expansion import Method
 from lattqe.expansion.rows import GATHER_BYTES, shares
@@ -37,11 +38,13 @@ def build_index(task: Augmentation, on_rows: Callable[[int], None] = lambda rows
     Ray for, as in `{"num_cpus": 1, "num_gpus": 1}`. With `shards`, workers gather vectors from these instead of
     mapping them. The manifest is the caller's.
     """
+    if task.hopping:
+        return run_hops(task.hop_task(), on_rows, AugmentSummary(), workers=workers, policy=policy)
     pending = Pending.attach(task.to)
     items, waiting = items_to_do(pending, task.block_rows)
     summary = AugmentSummary()
     rows = partial(rows_of, part_rows=pending.part_rows, block_rows=task.block_rows)
-    actor_class = ray.remote(**(resources or worker_resources()))(AugmentWorker)
+    actor_class = ray.remote(**(resources or worker_resources()))(worker_class(task))
 
     def on_done(item: Item, result: dict[str, Any]) -> list[Item]:
         summary.add(result)

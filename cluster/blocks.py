@@ -72,7 +72,7 @@ class _BlockRun(Generic[Block]):
     """The state of one `run_blocks`: which actor has which block, and what is still to do."""
 
     def __init__(self, make_worker: Callable[[int], Any], workers: int, blocks: Iterable[Block], method: str,
-                 policy: BlockPolicy, work: Work) -> None:
+                 policy: BlockPolicy, work: Work, most_at_once: int = 0) -> None:
         self.make_worker, self.method, self.policy, self.work = make_worker, method, policy, work
         self.watch = Watch(work.kind)
         self.queue = deque(blocks)
@@ -85,7 +85,7 @@ class _BlockRun(Generic[Block]):
         self.summary = BlockSummary()
         self.actors: dict[int, Any] = {}
         self.starting: dict[Any, int] = {}  # an actor gets blocks only when it is up: the cluster may have no room
-        for worker in range(min(workers, len(self.queue))):
+        for worker in range(min(workers, max(len(self.queue), most_at_once)) if self.queue else 0):
             self.start(worker)
 
     def start(self, worker: int) -> None:
@@ -222,17 +222,18 @@ class _BlockRun(Generic[Block]):
 def run_blocks(make_worker: Callable[[int], Any], workers: int, blocks: Iterable[Block], *, method: str = "run",
                on_done: Callable[[Block, Any], Iterable[Block] | None],
                policy: BlockPolicy | None = None, work: Work | None = None,
-               room: Callable[[], int] | None = None) -> BlockSummary:
+               room: Callable[[], int] | None = None, most_at_once: int = 0) -> BlockSummary:
     """Run `method(block)` once, effectively, for every block over `workers` actors.
 
     `make_worker(number)` starts one actor (from URIs and numbers, never arrays) and is called again when one dies.
     `on_done(block, result)` is called in this process, exactly once for each block, in order of completion; it may
     return further blocks that have only now become possible (a part whose last piece has just arrived).
     `room()` says how many workers the cluster has room for by now: where nodes have joined, more are started.
+    `most_at_once`: how many blocks can be possible together later, where only few are now; no more workers start.
     `work` says how the blocks are called and counted in logs and metrics.
     Raises the actor's own LattqeError at once, and anything else after `policy.max_failures` retries of one block.
     """
-    state = _BlockRun(make_worker, workers, blocks, method, policy or BlockPolicy(), work or Work())
+    state = _BlockRun(make_worker, workers, blocks, method, policy or BlockPolicy(), work or Work(), most_at_once)
     started = time.monotonic()
     try:
         while state.remaining:

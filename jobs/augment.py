@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +26,7 @@ from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
     from lattqe.augmentation import Augmentation, AugmentSummary
+    from lattqe.expansion import Method
     from lattqe.store import FeatureSet, Manifest, NeighborGraph, Pending
 
 REACHES = ("auto", "map", "shards")
@@ -38,6 +40,11 @@ def main(
     params: dict[str, Any] | None = None,
     k: Annotated[int | None, typer.Option("-k", min=1, help="Neighbors for each row; by default the model's nDBA, or "
                                                             "the paper's for the method.")] = None,
+    hops: Annotated[int | None, typer.Option(help="1: each row from its own neighbors. Above, to 64: features flow so "
+                                                  "many times over the weighted edges of all rows; by default the "
+                                                  "model's number, or 1.")] = None,
+    hop_alpha: Annotated[float | None, typer.Option(help="Share of a hop that comes from the neighbors, between 0 and "
+                                                         "1; by default what the model learned, or 0.9.")] = None,
     neighbors: Annotated[str | None, typer.Option(help="The features' neighbor graph; by default computed and kept "
                                                        "in TO/neighbors.")] = None,
     workers: Workers = None,
@@ -64,17 +71,30 @@ def main(
     theta = create(method, **params)
     theta.check_width(original.dim, f"features in {features}")
     k = k or theta.suggested_k(dba=True)
+    hops, hop_alpha = chosen_hops(theta, hops, hop_alpha)
     given = given_graph(neighbors, original, theta.depth(k)) if neighbors is not None else None
     here = reach == "auto" and runs_here(original.rows, workers, address)
     with nullcontext() if here else on_ray(address):
         graph = given or computed_graph(original, f"{to.rstrip('/')}/{GRAPH}", theta.depth(k), workers, cache, here)
-        task = Augmentation(original.uri, graph.uri, to, method, k, params, cache)
+        task = Augmentation(original.uri, graph.uri, to, method, k, params, cache, hops=hops, hop_alpha=hop_alpha)
         made = augment_here(task) if here else augment(task, workers, reach)
     if faiss is not None:
         from lattqe.store.export import export_features
 
         export_features(FeatureSet.open(to), faiss, factory)
     report("augmented", made, json)
+
+
+def chosen_hops(method: "Method", hops: int | None, alpha: float | None) -> tuple[int, float]:
+    """The hops and the share that were asked for, or the method's own."""
+    from lattqe.augmentation.hops import check_hops
+
+    hops = method.default_hops if hops is None else hops
+    if hops == 1 and alpha is not None:
+        raise LattqeError("--hop-alpha belongs to several hops: add --hops 8, or leave it out")
+    alpha = method.hop_alpha if alpha is None else alpha
+    check_hops(hops, alpha)
+    return hops, alpha
 
 
 def check_reach(wanted: str) -> None:
@@ -126,19 +146,89 @@ class Made:
     more: dict[str, Any] = field(default_factory=dict)  # facts of a run on Ray
 
 
+    def then(self, hops: "Made") -> "Made":
+        """The index of several hops, whose edges are this."""
+        number, rows = self.task.hops, hops.summary
+        facts = {"hops": number, "hop_alpha": self.task.hop_alpha, "edges_digest": self.manifest.digest,
+                 "hop_seconds": round(rows.took, 2), "bytes_read_for_each_hop": rows.read["hop"] // number,
+                 "bytes_written_for_each_hop": rows.written["hop"] // number}
+        return Made(hops.task, hops.manifest, self.summary.then(rows), self.sharing, self.more | hops.more | facts)
+
+
+HERE = {"where": "in this process: --workers or --address ask for Ray"}
+
+
 def augment_here(task: "Augmentation") -> Made:
-    """Print the plan, run what is missing in this process, publish."""
+    """Print the plan, run what is missing in this process, publish; of several hops, first the edges."""
+    return reduce(Made.then, [(_hop_here if stage.hopping else _augment_here)(stage) for stage in task.stages()])
+
+
+def augment(task: "Augmentation", workers: int | None, reach: str = "auto", process: int | None = None) -> Made:
+    """The same on Ray. `process`: this process's bytes without data it holds."""
+    return reduce(Made.then, [_hop(stage, workers, process) if stage.hopping else
+                              _augment(stage, workers, reach, process) for stage in task.stages()])
+
+
+def _augment_here(task: "Augmentation") -> Made:
     from lattqe.augmentation import begin_index, build_index
 
     pending = begin_index(task)
-    told = show_plan(task, pending, {"where": "in this process: --workers or --address ask for Ray"})
+    told = show_plan(task, pending, HERE)
     with _bar(pending) as bar:
         summary = build_index(task, bar.advance)
     return Made(task, pending.finish(), summary, spared_by(task, summary) or told)
 
 
-def augment(task: "Augmentation", workers: int | None, reach: str = "auto", process: int | None = None) -> Made:
-    """Print the plan, run what is missing on Ray, publish. `process`: this process's bytes without data it holds."""
+def _hop_here(task: "Augmentation") -> Made:
+    from lattqe.augmentation import begin_index, build_index
+
+    pending = begin_index(task)
+    show_hops(task, 1, HERE)
+    with _hop_bar(task) as bar:
+        summary = build_index(task, bar.advance)
+    return Made(task, pending.finish(), summary, "")
+
+
+def _hop(task: "Augmentation", workers: int | None, process: int | None) -> Made:
+    from cluster.augmentation import build_index
+    from cluster.hops import default_workers, predict_memory
+    from lattqe.augmentation import begin_index
+    from lattqe.memory import resident_bytes
+
+    pending = begin_index(task)
+    workers = workers or default_workers()
+    memory = predict_memory(task.hop_task(), process or resident_bytes())
+    show_hops(task, workers, {"workers": workers, "memory of a worker": human_bytes(memory)})
+    with _hop_bar(task) as bar:
+        summary = build_index(task, bar.advance, workers=workers)
+    return Made(task, pending.finish(), summary, "", {"predicted_hop_worker_bytes": memory,
+                                                      "peak_hop_worker_bytes": summary.peak_bytes})
+
+
+def _hop_bar(task: "Augmentation") -> AbstractContextManager[ProgressBar]:
+    from lattqe.augmentation.bands import Schedule
+
+    schedule = Schedule(task.hop_task())
+    total = schedule.cut.rows * task.hops * len(schedule.cut.groups)
+    return progress_bar("hops, rows", total, total - schedule.rows_left())
+
+
+def show_hops(task: "Augmentation", workers: int, where: dict[str, Any]) -> None:
+    """Print what the hops will be and move."""
+    from lattqe.store import Edges, FeatureSet
+
+    original, edges = FeatureSet.open(task.features), Edges.open(task.edges)
+    cut = task.hop_task().cut(original.rows, original.dim)
+    read, written = cut.hop_bytes(edges.k, workers)
+    show_table("hops", {
+        "hops": f"{task.hops}, each with a share of {task.hop_alpha:g} from the neighbors",
+        "edges": f"{original.rows:,} × {edges.k}, {human_bytes(edges.manifest.total_bytes)} in {task.edges}",
+        "cut": f"{len(cut.bands)} bands of rows × {len(cut.groups)} groups of columns",
+        "moved for each hop": f"{human_bytes(read)} read at the most, {human_bytes(written)} written",
+        "kept meanwhile": f"{human_bytes(cut.work_bytes(edges.k))} in {task.to}/_work"} | where)
+
+
+def _augment(task: "Augmentation", workers: int | None, reach: str, process: int | None) -> Made:
     from cluster.augmentation import build_index, default_workers, predict_memory
     from cluster.reach import ShardReader, choose_reach, open_shards
     from lattqe.augmentation import begin_index
@@ -173,15 +263,18 @@ def show_plan(task: "Augmentation", pending: "Pending", where: dict[str, Any]) -
     """Print what is going to happen, before it does; returns what is said of sharing."""
     from lattqe.expansion import create
     from lattqe.expansion.rows import sharing
-    from lattqe.store import FeatureSet
+    from lattqe.store import FeatureSet, row_bytes
 
     original = FeatureSet.open(task.features)
     told = sharing(create(task.method, **task.params), original.rows, again=task.previous is not None)
     parts = len(pending.part_rows)
-    show_table("plan", {
+    what = "edges" if task.only_edges else "plan"
+    size = original.rows * row_bytes("edges", pending.plan["fields"]) if task.only_edges else \
+        original.manifest.total_bytes
+    show_table(what, {
         "rows": f"{original.rows:,} × {original.dim} {original.dtype}", "method": f"{task.method}, k = {task.k}",
         "parts": f"{parts}, {parts - len(pending.missing())} of them done",
-        "output": human_bytes(original.manifest.total_bytes), "shared first products": told} | where)
+        "output": human_bytes(size), "shared first products": told} | where)
     return told
 
 

@@ -14,11 +14,12 @@ time. All of them lie in the `_work` of the index, which its publication removes
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import scipy.sparse as sparse
 
 from lattqe.augmentation.hops import column_groups, directed, hopped, transition, unit_rows
@@ -29,11 +30,16 @@ from lattqe.store.manifest import SEAL_BYTES, seal_bytes, unseal_bytes
 from lattqe.store.place import absolute, node_folder, traffic
 from lattqe.store.tables import matrix_column
 
+if TYPE_CHECKING:
+    from lattqe.augmentation.index import AugmentSummary
+
 FOLDER = "_work/hops/"
 BAND_ROWS = 16_384  # 20 MiB of edges at k = 50: some seconds of work between two looks at the queue
 MOST_BANDS = 256  # their transposition reads the square of that many pieces
 GROUP_BYTES = 512 << 20  # of all rows of a group of columns, held by a worker
 READS_AT_ONCE = 8
+FOLD_BYTES = 80  # for each edge from or to a band, while its rows of S are put together
+UNIT_ROWS = 4096  # normalised at once, in float64
 RESCANS = 8  # of what is there, after a file was found damaged or gone
 
 # ("turn", band), ("start", band), ("fold", band), ("hop", group, hop, band) or ("part", part)
@@ -93,12 +99,20 @@ class Cut:
         graph = len(self.groups) * self.rows * (8 + 8 * (1 + 2 * k))
         return vectors * min(workers, len(self.bands)) + vectors + graph, vectors
 
-    def worker_bytes(self, k: int) -> int:
-        """Memory of a worker: a group of columns with a band of S and its result, or a band while it is folded."""
+    def work_bytes(self, k: int) -> int:
+        """Files that are there at once: the original vectors, three hops, S."""
+        return 4 * 4 * self.rows * self.dim + self.rows * (8 + 8 * (1 + 2 * k))
+
+    def worker_bytes(self, k: int, part_rows: int) -> int:
+        """Buffers of a worker: all rows of a group of columns, with a band in the making or a part of the index.
+
+        A band has as many edges to its rows as from them, unless they are hubs.
+        """
         columns = max(group.stop - group.start for group in self.groups)
         rows = min(self.band_rows, self.rows)
-        edges = rows * (1 + 2 * k)
-        return max(4 * self.rows * columns + 16 * rows * columns + 20 * edges, 80 * edges)
+        band = max(rows * (1 + 2 * k) * FOLD_BYTES, 16 * rows * columns, 8 * rows * self.dim)
+        part = 12 * part_rows * self.dim + 40 * min(UNIT_ROWS, part_rows) * self.dim
+        return 4 * self.rows * columns + max(band, part)
 
 
 def _turned(band: int) -> str:
@@ -132,8 +146,9 @@ class HopWorker:
         """Do an item and say what it took."""
         started, cpu = time.perf_counter(), time.process_time()
         getattr(self, item[0])(*item[1:])
-        return {"seconds": time.perf_counter() - started, "cpu": time.process_time() - cpu,
-                "peak_bytes": peak_bytes(), "traffic": traffic.take()}
+        took = time.perf_counter() - started
+        return {"kind": item[0], "seconds": {item[0]: took}, "busy": took, "cpu": time.process_time() - cpu,
+                "peak_bytes": peak_bytes(), "traffic": traffic.take(), "expanded": 0, "tables": 0}
 
     def turn(self, band: int) -> None:
         """Sort the edges of a band by the bands that they lead to: how many there are, then each band's, sealed."""
@@ -224,17 +239,17 @@ class HopWorker:
         """Publish a part: its rows as they are, with the vectors after the last hop, normalised."""
         stop = int(np.cumsum(self.pending.part_rows)[number])
         start = stop - self.pending.part_rows[number]
-        x = self.features.read(start, stop).astype(np.float32)
-        H = np.empty(x.shape, np.float32)
+        H = np.empty((stop - start, self.cut.dim), np.float32)
         for band, (first, last) in enumerate(self.cut.bands):
             low, high = max(first, start), min(last, stop)
             for group, columns in enumerate(self.cut.groups if low < high else ()):
                 done = self._read_vectors(group, self.task.hops, band)
                 H[low - start : high - start, columns] = done[low - first : high - first]
-        vectors = unit_rows(H, x).astype(self.features.dtype)
-        table = self.features.table(start, stop).combine_chunks()
-        column = table.column_names.index("vector")
-        self.pending.publish(number, table.set_column(column, table.schema.field(column), matrix_column(vectors)))
+        vectors = np.empty(H.shape, self.features.dtype)
+        for low in range(0, len(H), UNIT_ROWS):
+            some = slice(low, min(low + UNIT_ROWS, len(H)))
+            vectors[some] = unit_rows(H[some], self.features.read(start + some.start, start + some.stop))
+        self.pending.publish(number, with_vectors(self.features, start, stop, vectors))
 
     def _write(self, name: str, *arrays: np.ndarray) -> None:
         self.place.write(name, seal_bytes(b"".join(np.ascontiguousarray(each).tobytes() for each in arrays)))
@@ -257,6 +272,13 @@ class HopWorker:
         """A damaged file is removed, so that it is made again."""
         self.place.delete(name)
         return StaleHopsError(f"{self.place.uri}/{name} is damaged or gone: run the same command again")
+
+
+def with_vectors(features: FeatureSet, start: int, stop: int, vectors: np.ndarray) -> pa.Table:
+    """Rows start..stop of a feature set as they are, with other vectors (n, D)."""
+    table = features.table(start, stop).combine_chunks()
+    column = table.column_names.index("vector")
+    return table.set_column(column, table.schema.field(column), matrix_column(vectors))
 
 
 class Schedule:
@@ -286,6 +308,11 @@ class Schedule:
     def finished_hopping(self) -> bool:
         """Whether every group has made its last hop."""
         return all(level == self.task.hops for level in self.level.values())
+
+    @property
+    def most_at_once(self) -> int:
+        """Items that can be possible together: a hop of every band in every group, or all parts."""
+        return max(len(self.cut.bands) * len(self.cut.groups), len(self.parts))
 
     def ready(self) -> list[Item]:
         """What can start at once."""
@@ -333,35 +360,6 @@ class Schedule:
                    for band in self.missing[group, hop]) if self.parts else 0
 
 
-@dataclass
-class HopSummary:
-    """What it took, by kind of item."""
-
-    seconds: dict[str, float] = field(default_factory=dict)  # of all workers
-    read: dict[str, int] = field(default_factory=dict)  # bytes
-    written: dict[str, int] = field(default_factory=dict)
-    cpu: float = 0.0
-    peak_bytes: int = 0
-    took: float = 0.0
-    retries: int = 0
-    workers_lost: int = 0
-
-    def add(self, item: Item, result: dict[str, Any]) -> None:
-        """Add what a worker says of an item."""
-        kind = item[0]
-        self.seconds[kind] = self.seconds.get(kind, 0.0) + result["seconds"]
-        self.read[kind] = self.read.get(kind, 0) + result["traffic"][0]
-        self.written[kind] = self.written.get(kind, 0) + result["traffic"][1]
-        self.cpu += result["cpu"]
-        self.peak_bytes = max(self.peak_bytes, result["peak_bytes"])
-
-    def facts(self, hops: int) -> dict[str, Any]:
-        """For the summary, and for scripts."""
-        return {"hops": hops, "hop_seconds": {name: round(spent, 2) for name, spent in self.seconds.items()},
-                "bytes_read_for_each_hop": self.read.get("hop", 0) // hops,
-                "bytes_written_for_each_hop": self.written.get("hop", 0) // hops}
-
-
 def rows_of(item: Item, cut: Cut) -> int:
     """Rows that an item brings forward by one hop."""
     if item[0] != "hop":
@@ -380,12 +378,12 @@ def until_sound(attempt: Callable[[], None]) -> None:
     return attempt()
 
 
-def run_hops(task: HopTask, on_rows: Callable[[int], None] = lambda rows: None) -> HopSummary:
+def run_hops(task: HopTask, on_rows: Callable[[int], None], summary: "AugmentSummary") -> "AugmentSummary":
     """Do all that is missing of `task.to` in this process; `on_rows(n)` after each n rows of a group of columns.
 
-    The manifest is the caller's.
+    What it took is added to `summary`. The manifest is the caller's.
     """
-    summary, started = HopSummary(), time.monotonic()
+    started = time.monotonic()
 
     def attempt() -> None:
         schedule = Schedule(task)
@@ -393,7 +391,7 @@ def run_hops(task: HopTask, on_rows: Callable[[int], None] = lambda rows: None) 
         worker = HopWorker(task) if queue else None
         while queue and worker is not None:
             item, *rest = queue
-            summary.add(item, worker.run(item))
+            summary.add(worker.run(item))
             on_rows(rows_of(item, schedule.cut))
             queue = [*schedule.done(item), *rest]
 

@@ -5,32 +5,48 @@ The work is cut twice, by row numbers alone. A *block* is what one worker comput
 vectors go to `_work/pieces/`. A *part* is a file of the result; a worker assembles it when its last piece is there.
 Both are written atomically and do not depend on who makes them, so any process may die at any time, nothing is lost
 but the block it was in, and two drivers on one destination give one result.
+
+An index of several hops is made in two stages (`Augmentation.stages`): the edges, an artifact of their own within the
+index, by the same map of blocks; then the hops over them (`lattqe.augmentation.bands`).
 """
 
 import copy
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
-from lattqe.augmentation.recipe import describe
+from lattqe.augmentation.bands import HopTask, run_hops, with_vectors
+from lattqe.augmentation.hops import check_hops
+from lattqe.augmentation.recipe import EDGES, describe
 from lattqe.errors import CorruptDataError
-from lattqe.expansion import create
+from lattqe.expansion import Method, create
 from lattqe.expansion.attention import model_inputs
-from lattqe.expansion.base import RowSource
-from lattqe.expansion.rows import augment_rows, shared_table, shares
+from lattqe.expansion.base import HOP_ALPHA, Expanded, RowSource
+from lattqe.expansion.rows import augment_rows, list_lengths, shared_table, shares
 from lattqe.memory import peak_bytes
 from lattqe.search.index import StoredIndex
 from lattqe.search.pairing import Clock
-from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, Pending, Place
+from lattqe.store import (
+    Edges,
+    FeatureSet,
+    MissingFileError,
+    NeighborGraph,
+    Pending,
+    Place,
+    edges_table,
+    part_row_counts,
+    row_bytes,
+)
 from lattqe.store.manifest import seal_bytes, unseal_bytes
 from lattqe.store.place import absolute, node_folder, traffic
-from lattqe.store.tables import matrix_column
 
 # Rows a worker expands between two looks at the queue: seconds at 128-D, some minutes at 2048-D on one CPU core.
 BLOCK_ROWS = 2048
@@ -54,7 +70,10 @@ class Augmentation:
     params: dict[str, Any] = field(default_factory=dict)
     cache: str | None = None  # node-local folder that keeps remote rows
     block_rows: int = BLOCK_ROWS
-    previous: str | None = None  # an index whose rows may be taken over, where `write_reusable` said so
+    previous: str | None = None  # an index (or its edges) whose rows may be taken over, as `write_reusable` said
+    hops: int = 1  # 1: each row from its own neighbors; above: features flow so many times over all rows' edges
+    hop_alpha: float = HOP_ALPHA  # share of a hop that comes from the neighbors
+    only_edges: bool = False  # `to` is not an index, but the edges of one
 
     def __post_init__(self) -> None:
         """Make addresses absolute, for the workers."""
@@ -64,6 +83,27 @@ class Augmentation:
         object.__setattr__(self, "cache", node_folder(self.cache))
         if isinstance(self.params.get("model"), str):
             object.__setattr__(self, "params", {**self.params, "model": absolute(self.params["model"])})
+        check_hops(self.hops, self.hop_alpha)
+
+    @property
+    def hopping(self) -> bool:
+        """Whether what is to be made are hops over finished edges."""
+        return self.hops > 1 and not self.only_edges
+
+    @property
+    def edges(self) -> str:
+        """Where the edges of an index are."""
+        return f"{self.to}/{EDGES}"
+
+    def stages(self) -> "list[Augmentation]":
+        """What to begin, build and finish, one after the other."""
+        if not self.hopping:
+            return [self]
+        return [replace(self, to=self.edges, only_edges=True), replace(self, previous=None)]
+
+    def hop_task(self) -> HopTask:
+        """The hops over the edges."""
+        return HopTask(self.features, self.edges, self.to, self.hops, self.hop_alpha, self.cache)
 
 
 def part_spans(part_rows: list[int]) -> list[tuple[int, int]]:
@@ -94,12 +134,17 @@ class AugmentWorker:
         self.index: RowSource = StoredIndex([self.features]) if shards is None else shards
         self.pending = Pending.attach(task.to)
         self.method = create(task.method, **task.params)
-        self.previous = FeatureSet.open(task.previous, cache=task.cache) if task.previous else None
+        self.previous: Any = self.open_previous(task.previous) if task.previous else None
         self.reusable = read_reusable(self.pending.place) if task.previous else None
         self.clock = Clock()
         # First products are shared where all rows are computed; for the few rows of a grown index they do not pay.
         self.share = task.previous is None and shares(self.method, self.features.rows)
         self._table: np.ndarray | None = None
+        self.width, self.dtype = self.features.dim, np.dtype(self.features.dtype)  # of what is made of a row
+
+    def open_previous(self, uri: str) -> Any:
+        """What rows may be taken over from."""
+        return FeatureSet.open(uri, cache=self.task.cache)
 
     def run(self, item: Item) -> dict[str, Any]:
         """Compute one block, or assemble one part; tell what it took."""
@@ -111,16 +156,19 @@ class AugmentWorker:
             self.assemble(item[0])
         counts = self.clock.counts
         return {"seconds": dict(self.clock.seconds), "peak_bytes": peak_bytes(), "expanded": counts["expanded"],
-                "tables": counts["tables"], "busy": time.perf_counter() - started, "cpu": time.process_time() - cpu,
-                "traffic": traffic.take()}
+                "tables": counts["tables"], "kind": "rows", "busy": time.perf_counter() - started,
+                "cpu": time.process_time() - cpu, "traffic": traffic.take()}
 
     def expand(self, start: int, stop: int) -> np.ndarray:
-        """Vectors (n, D) of rows start..stop in the stored dtype: expanded, or taken over from the previous index."""
+        """Vectors (n, D) of rows start..stop in the stored dtype: expanded, or taken over from the previous index.
+
+        (Or whatever else is made of a row: see `EdgeWorker`.)
+        """
         if self.previous is None or self.reusable is None:
             return self.expand_rows(np.arange(start, stop))
         taken = self.reusable[start:stop]
-        out = np.empty((stop - start, self.features.dim), self.features.dtype)
-        out[taken >= 0] = self.previous.gather(taken[taken >= 0])
+        out = np.empty((stop - start, self.width), self.dtype)
+        out[taken >= 0] = self.taken_over(start + np.flatnonzero(taken >= 0), taken[taken >= 0])
         out[taken < 0] = self.expand_rows(start + np.flatnonzero(taken < 0))
         return out
 
@@ -130,9 +178,21 @@ class AugmentWorker:
             I, D = self.graph.gather(rows)  # noqa: E741
         table = self.table() if self.share else None
         with self.clock("expanding"):
-            vectors = augment_rows(self.index, rows, D, I, self.method, self.task.k, table).vectors
+            expanded = augment_rows(self.index, rows, D, I, self.method, self.task.k, table)
         self.clock.count("expanded", len(rows))
-        return vectors.astype(self.features.dtype)
+        return self.made_of(expanded)
+
+    def made_of(self, expanded: Expanded) -> np.ndarray:
+        """What is stored of expanded rows."""
+        return expanded.vectors.astype(self.dtype)
+
+    def taken_over(self, rows: np.ndarray, before: np.ndarray) -> np.ndarray:
+        """What is stored of rows (n,), from what they were `before` (n,) in the previous artifact."""
+        return self.previous.gather(before)
+
+    def part_table(self, start: int, stop: int, made: np.ndarray) -> pa.Table:
+        """Rows start..stop as they are stored."""
+        return with_vectors(self.features, start, stop, made)
 
     def table(self) -> np.ndarray:
         """The first products of all rows, computed once by each worker: a small part of what they save it."""
@@ -155,26 +215,60 @@ class AugmentWorker:
             data = unseal_bytes(self.pending.place.read(piece_name(start)), piece_name(start))
         except (MissingFileError, CorruptDataError):
             return self.expand(start, stop)
-        shape = (stop - start, self.features.dim)
-        if len(data) != shape[0] * shape[1] * np.dtype(self.features.dtype).itemsize:
+        shape = (stop - start, self.width)
+        if len(data) != shape[0] * shape[1] * self.dtype.itemsize:
             return self.expand(start, stop)
-        return np.frombuffer(data, self.features.dtype).reshape(shape)
+        return np.frombuffer(data, self.dtype).reshape(shape)
 
     def assemble(self, part: int) -> None:
         """Publish a part: the rows as they are, their vectors replaced; then its pieces may go."""
         start, stop = part_spans(self.pending.part_rows)[part]
         spans = block_spans(start, stop, self.task.block_rows)
-        vectors = np.empty((stop - start, self.features.dim), self.features.dtype)
+        made = np.empty((stop - start, self.width), self.dtype)
         for first, last in spans:
             piece = self.expand(first, last) if len(spans) == 1 else self.read_piece(first, last)
-            vectors[first - start:last - start] = piece
+            made[first - start:last - start] = piece
         with self.clock("writing"):
-            table = self.features.table(start, stop).combine_chunks()
-            column = table.column_names.index("vector")
-            table = table.set_column(column, table.schema.field(column), matrix_column(vectors))
-            self.pending.publish(part, table)
+            self.pending.publish(part, self.part_table(start, stop, made))
             for row, _ in spans if len(spans) > 1 else ():
                 self.pending.place.delete(piece_name(row))
+
+
+class EdgeWorker(AugmentWorker):
+    """Makes edges instead of vectors: of each row its neighbors, then as bits of int32 its weights."""
+
+    def __init__(self, task: Augmentation, shards: RowSource | None = None) -> None:
+        super().__init__(task, shards)
+        self.k = edge_count(self.method, task.k, self.features.rows)
+        self.width, self.dtype = 1 + 2 * self.k, np.dtype(np.int32)
+
+    def open_previous(self, uri: str) -> Any:
+        """See AugmentWorker."""
+        return Edges.open(uri, cache=self.task.cache)
+
+    def made_of(self, expanded: Expanded) -> np.ndarray:
+        """See AugmentWorker; negatives are no edges."""
+        weights = np.ascontiguousarray(expanded.weights[:, : 1 + self.k], dtype=np.float32)
+        return np.concatenate([expanded.rows[:, 1 : 1 + self.k], weights.view(np.int32)], axis=1)
+
+    def taken_over(self, rows: np.ndarray, before: np.ndarray) -> np.ndarray:
+        """See AugmentWorker: the same weights, for neighbors that may have new numbers."""
+        neighbors = self.graph.gather(rows)[0][:, : self.k]
+        return np.concatenate([neighbors, self.previous.gather(before)[0].view(np.int32)], axis=1)
+
+    def part_table(self, start: int, stop: int, made: np.ndarray) -> pa.Table:
+        """See AugmentWorker."""
+        return edges_table(made[:, : self.k], np.ascontiguousarray(made[:, self.k :]).view(np.float32))
+
+
+def edge_count(method: Method, k: int, rows: int) -> int:
+    """Edges of each row in the graph of so many rows."""
+    return list_lengths(method, k, rows - 1)[1] if rows > 1 else 1
+
+
+def worker_class(task: Augmentation) -> type[AugmentWorker]:
+    """What does the blocks of a task."""
+    return EdgeWorker if task.only_edges else AugmentWorker
 
 
 def write_reusable(place: Place, reusable: np.ndarray) -> None:
@@ -197,6 +291,8 @@ class AugmentSummary:
     retries: int = 0  # items asked again after a failure, on Ray
     workers_lost: int = 0
     spare_copies: int = 0  # stragglers that were started a second time
+    read: Counter[str] = field(default_factory=Counter)  # bytes from storage, by what was done with them
+    written: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)  # of all workers, by what they did
     peak_bytes: int = 0  # of the largest worker, mapped files included
     expanded: int = 0  # rows that went through the method; the others were taken over
@@ -204,6 +300,14 @@ class AugmentSummary:
     cpu: float = 0.0  # processor seconds of all workers
     working: float = 0.0  # seconds from when the first worker was up
     _since: float | None = None
+
+    def then(self, after: "AugmentSummary") -> "AugmentSummary":
+        """The sum of this and of what was done after it."""
+        joint = {name: getattr(self, name) + getattr(after, name) for name in (
+            "items", "took", "retries", "workers_lost", "spare_copies", "read", "written", "expanded", "tables", "cpu",
+            "working")}
+        return AugmentSummary(seconds={**self.seconds, **after.seconds},
+                              peak_bytes=max(self.peak_bytes, after.peak_bytes), **joint)
 
     def add(self, result: dict[str, Any]) -> None:
         """Add what a worker says of an item."""
@@ -217,17 +321,29 @@ class AugmentSummary:
         self.cpu += result["cpu"]
         for name, spent in result["seconds"].items():
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        self.read[result["kind"]] += result["traffic"][0]
+        self.written[result["kind"]] += result["traffic"][1]
 
 
 def begin_index(task: Augmentation) -> Pending:
-    """Claim the destination of an index of the rows of `task.features`, or join an earlier run of the same task."""
+    """Claim the destination of an index of the rows of `task.features`, or join an earlier run of the same task.
+
+    Of an index of several hops the edges must be finished: see `Augmentation.stages`.
+    """
     features = FeatureSet.open(task.features)
     fields = {name: features.manifest.fields[name] for name in ("dim", "dtype")}
     part_rows = [part.rows for part in features.manifest.parts]
     inputs = {"features": features.as_input(), "neighbors": NeighborGraph.open(task.graph).as_input(),
               **model_inputs(task.params)}
+    if task.only_edges:
+        fields = {"k": edge_count(create(task.method, **task.params), task.k, features.rows)}
+        return Pending.begin(task.to, "edges", fields, part_row_counts(features.rows, row_bytes("edges", fields)),
+                             config={**describe(task.method, task.k, task.params), "job": "edges"}, inputs=inputs)
+    if task.hopping:
+        inputs["edges"] = Edges.open(task.edges).as_input()
     return Pending.begin(task.to, "features", fields, part_rows, schema=features.table(0, 1).schema,
-                         config=describe(task.method, task.k, task.params), inputs=inputs)
+                         config=describe(task.method, task.k, task.params, task.hops, task.hop_alpha),
+                         inputs=inputs)
 
 
 def items_to_do(pending: Pending, block_rows: int) -> tuple[list[Item], dict[int, set[int]]]:
@@ -256,8 +372,11 @@ def build_index(task: Augmentation, on_rows: Callable[[int], None] = lambda rows
     """Compute and publish all missing parts of `task.to` in this process; `on_rows(n)` after each n rows.
 
     One block for each of torch's threads at a time, each computed by one thread as a worker on Ray does: the bytes do
-    not depend on how many there are. The manifest is the caller's.
+    not depend on how many there are. The manifest is the caller's. Of hops, rows count once for each hop and group of
+    columns.
     """
+    if task.hopping:
+        return run_hops(task.hop_task(), on_rows, AugmentSummary())
     pending, summary = Pending.attach(task.to), AugmentSummary()
     started, cpu = time.monotonic(), time.process_time()
     items, waiting = items_to_do(pending, task.block_rows)
@@ -265,7 +384,7 @@ def build_index(task: Augmentation, on_rows: Callable[[int], None] = lambda rows
         return summary
     threads = torch.get_num_threads()
     try:
-        worker = AugmentWorker(task)
+        worker = worker_class(task)(task)
         first = worker.run(items[0])  # also makes the table that all share
 
         def done(item: Item, result: dict[str, Any]) -> list[Item]:

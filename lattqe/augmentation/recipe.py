@@ -14,17 +14,18 @@ from lattqe.store.place import open_place
 
 JOB = "augment"
 # What a job made on the way lies in the index itself, so that it is copied and moved together with it.
-GRAPH, ORIGINALS = "neighbors", "originals"
+GRAPH, ORIGINALS, EDGES = "neighbors", "originals", "edges"
 
 # Between a vector computed again on another machine and the stored one, before the stored one's own rounding.
 TOLERANCE = 2e-5
 ROUNDING = {"float16": 2.0**-11, "float32": 2.0**-24}
 
 
-def describe(method: str, k: int, params: dict[str, Any]) -> dict[str, Any]:
+def describe(method: str, k: int, params: dict[str, Any], hops: int = 1, hop_alpha: float = 0.0) -> dict[str, Any]:
     """The configuration that an augmented index carries in its manifest; a model is named among the inputs."""
-    return {"job": JOB, "method": method, "k": k,
-            "params": {name: value for name, value in params.items() if name != "model"}}
+    described = {"job": JOB, "method": method, "k": k,
+                 "params": {name: value for name, value in params.items() if name != "model"}}
+    return described | ({"hops": hops, "hop_alpha": hop_alpha} if hops > 1 else {})
 
 
 def is_augmented(features: FeatureSet) -> bool:

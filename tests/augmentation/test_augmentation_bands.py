@@ -2,74 +2,31 @@
 
 import numpy as np
 import pytest
+from hop_world import ALPHA, DIM, HOPS, ROWS, begun, expected, make_world, no_bar, published
 
+from lattqe.augmentation import AugmentSummary
 from lattqe.augmentation.bands import FOLDER, HopTask, HopWorker, Schedule, StaleHopsError, run_hops
-from lattqe.augmentation.hops import hop
 from lattqe.errors import LattqeError
-from lattqe.store import Edges, FeatureSet, FeatureWriter, Pending, edges_table, part_row_counts
-
-ROWS, DIM, K, HOPS, ALPHA = 230, 21, 6, 4, 0.85
-
-
-def unit(x):
-    return (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)
+from lattqe.store import FeatureSet, FeatureWriter
 
 
 @pytest.fixture
 def world(tmp_path):
-    """Features in three parts, and edges with dropped weights, missing neighbors, a hub and isolated rows."""
-    rng = np.random.default_rng(0)
-    x = unit(rng.standard_normal((ROWS, DIM)))
-    near = np.stack([rng.permutation(np.delete(np.arange(ROWS), row))[:K] for row in range(ROWS)]).astype(np.int32)
-    near[:, 0] = np.where(np.arange(ROWS) == 7, 8, 7)
-    near[rng.random(near.shape) < 0.1] = -1
-    weights = (rng.random((ROWS, 1 + K)) - 0.3).astype(np.float32)
-    weights[40] = -1
-    weights[:, 1:][near < 0] = 0
-    with FeatureWriter(str(tmp_path / "features"), DIM, "float32", part_bytes=8000) as writer:
-        writer.append(x, [f"row {row}" for row in range(ROWS)])
-    pending = Pending.begin(str(tmp_path / "edges"), "edges", {"k": K}, part_row_counts(ROWS, 56, 5000))
-    stop = 0
-    for part, rows in enumerate(pending.part_rows):
-        start, stop = stop, stop + rows
-        pending.publish(part, edges_table(near[start:stop], weights[start:stop]))
-    pending.finish()
-    return tmp_path
-
-
-def begun(world, name="index", **cut):
-    """A task with small bands and groups, at a destination that is claimed."""
-    task = HopTask(str(world / "features"), str(world / "edges"), str(world / name), HOPS, ALPHA,
-                   **{"band_rows": 80, "group_bytes": ROWS * 4 * 12} | cut)
-    features = FeatureSet.open(task.features)
-    Pending.begin(task.to, "features", features.content_fields(), [part.rows for part in features.manifest.parts],
-                  schema=features.table(0, 1).schema)
-    return task
-
-
-def published(task):
-    Pending.attach(task.to).finish()
-    index = FeatureSet.open(task.to)
-    assert not [name for name in index.place.list() if name.startswith("_work")]
-    return index
-
-
-def expected(world):
-    return hop(*Edges.open(str(world / "edges")).read(), FeatureSet.open(str(world / "features")).read(), ALPHA, HOPS)
+    return make_world(tmp_path)
 
 
 @pytest.mark.parametrize("cut", [{}, {"band_rows": 1000, "group_bytes": 1 << 20}, {"band_rows": 23}])
 def test_bands_and_groups_give_the_bytes_of_one_array(world, cut):
     task = begun(world, **cut)
     seen = []
-    summary = run_hops(task, seen.append)
+    summary = run_hops(task, seen.append, AugmentSummary())
     index = published(task)
     assert index.read().tobytes() == expected(world).tobytes()
     assert index.ids() == FeatureSet.open(task.features).ids()
     index.verify()
     assert sum(seen) == ROWS * HOPS * len(task.cut(ROWS, DIM).groups)
     assert summary.written["hop"] > 0
-    run_hops(task)  # nothing left to do
+    run_hops(task, no_bar, AugmentSummary())  # nothing left to do
 
 
 def items_of(task):
@@ -87,7 +44,7 @@ def items_of(task):
 def test_killed_after_any_item_it_ends_in_the_same_bytes(world):
     everything = items_of(begun(world, "whole"))
     assert {item[0] for item in everything} == {"turn", "start", "fold", "hop", "part"}
-    for stop in range(1, len(everything), 5):
+    for stop in range(1, len(everything), 8):
         task = begun(world, f"stopped-{stop}")
         schedule, left = Schedule(task), stop
         queue, worker = schedule.ready(), HopWorker(task)
@@ -96,7 +53,7 @@ def test_killed_after_any_item_it_ends_in_the_same_bytes(world):
             # Killed between the work and the driver's notice of it, half of the time.
             queue = [*schedule.done(queue[0]), *queue[1:]] if left > 1 or stop % 2 else queue
             left -= 1
-        run_hops(task)
+        run_hops(task, no_bar, AugmentSummary())
         assert published(task).read().tobytes() == expected(world).tobytes()
 
 
@@ -118,14 +75,14 @@ def test_damaged_files_are_made_again(world, kind, damage):
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.unlink() if damage == "gone" else path.write_bytes(data if damage == "flip" else data[:-5])
-    run_hops(task)
+    run_hops(task, no_bar, AugmentSummary())
     assert published(task).read().tobytes() == expected(world).tobytes()
 
 
 def test_a_worker_behind_another_driver_is_told_to_look_again(world):
     task = begun(world)
     late = HopWorker(task)
-    run_hops(task)
+    run_hops(task, no_bar, AugmentSummary())
     with pytest.raises(StaleHopsError, match="run the same command again"):
         late.run(("hop", 0, 2, 0))
     assert published(task).read().tobytes() == expected(world).tobytes()
