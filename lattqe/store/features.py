@@ -128,9 +128,27 @@ class FeatureSet(StoredRows):
         return np.empty((0, self.dim), self.dtype) if out is None else out
 
     def pieces(self, start: int = 0, stop: int | None = None) -> list[np.ndarray]:
-        """Vectors of rows start..stop as read-only views (n_i, D), one for each part that has some of them."""
-        batches = [batch for _, batch in self.parts.slices(*self.parts.span(start, stop))]
-        return [column_matrix(batch.column("vector")) for batch in batches] or [np.empty((0, self.dim), self.dtype)]
+        """Vectors of rows start..stop as read-only views (n_i, D), one for each part that has some of them.
+
+        They are for searching, whose bounds rest on unit vectors: CorruptDataError where one is of another length.
+        """
+        found = []
+        for row, batch in self.parts.slices(*self.parts.span(start, stop)):
+            found.append(column_matrix(batch.column("vector")))
+            self._check_unit(found[-1], row)
+        return found or [np.empty((0, self.dim), self.dtype)]
+
+    def _check_unit(self, vectors: np.ndarray, first: int) -> None:
+        step = max(1, CHUNK_VALUES // self.dim)
+        for start in range(0, len(vectors), step):
+            chunk = vectors[start:start + step].astype(np.float32)
+            # Written so that NaN, for which every comparison is false, counts as wrong.
+            with np.errstate(over="ignore", invalid="ignore"):
+                off = ~(np.abs(np.sqrt(np.einsum("ij,ij->i", chunk, chunk)) - 1) <= 2 * NORM_TOLERANCE[self.dtype])
+            if off.any():
+                row = start + int(np.flatnonzero(off)[0])
+                raise CorruptDataError(f"{self.uri}: the vector of row {first + row} has norm "
+                                       f"{norms(vectors[row:row + 1])[0]:.6g}, not 1: make the set again")
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
         """Vectors of a row list (n,) in its order, repeats allowed: (n, D)."""

@@ -265,3 +265,32 @@ def test_damaged_graph(tmp_path):
                  lambda graph: list(graph.blocks(2))):
         with pytest.raises(CorruptDataError, match=r"part-00000\.arrow does not match"):
             read(NeighborGraph.open(str(tmp_path / "graph")))
+
+
+@pytest.mark.parametrize(("row", "value", "norm"), [(0, 0, "0"), (3, 3, "3"), (2, np.nan, "nan"), (1, np.inf, "inf")])
+def test_searching_refuses_vectors_of_another_length(tmp_path, row, value, norm):
+    """Their checksums fit, so that only the values tell."""
+    vectors = UNIT.copy()
+    vectors[row, row] = value
+    uri = forge(tmp_path / "set", "features", {"dim": 4, "dtype": "float32"}, features_table(list("abcd"), vectors))
+    with pytest.raises(CorruptDataError, match=f"the vector of row {row} has norm {norm}, not 1: make the set again"):
+        FeatureSet.open(uri).pieces()
+
+
+@pytest.mark.parametrize(("neighbors", "match"), [
+    ([[1], [-7], [1]], "row 1 names a row below -1"), ([[1], [2], [2]], "row 2 is its own neighbor"),
+    ([[3], [0], [1]], "row 0 names a row beyond the 3 there are")])
+def test_readers_of_a_graph_refuse_rows_that_cannot_be(tmp_path, neighbors, match):
+    table = neighbors_table(np.array(neighbors), np.full((3, 1), 0.5))
+    graph = NeighborGraph.open(forge(tmp_path / "graph", "neighbors", {"k": 1}, table))
+    for reader in (graph.read, lambda: graph.gather(np.array([0])), lambda: list(graph.blocks(2))):
+        with pytest.raises(CorruptDataError, match=match):
+            reader()
+
+
+def test_a_manifest_without_parts_is_refused(tmp_path):
+    (tmp_path / "manifest.json").write_bytes(
+        Manifest("features", 0, (), {"dim": 4, "dtype": "float32", "columns": []}).to_json())
+    for opened in (FeatureSet.open, open_artifact, verify_artifact):
+        with pytest.raises(CorruptDataError, match="names no parts"):
+            opened(str(tmp_path))
