@@ -16,7 +16,8 @@ class Batch:
     candidates (m, D): the pool or world the query searches; same (b, m) bool: of the query's class;
     usable (b, m) bool: False for the query itself; queries: size of the global batch, what losses are divided by;
     k: how many of the neighbors are weighed one by one (a background may make the list longer);
-    positive_rows (b, p): where the positives stand among the candidates, if they do.
+    positive_rows (b, p): where the positives stand among the candidates, if they do;
+    classes (m,): the candidates' classes, where negatives are to be of distinct ones.
     hops: above 0, the candidates are augmented by so many hops over the graph of their row_k nearest before the
     queries, which are no rows of theirs, search them; labels (m,) are the candidates'.
     """
@@ -31,6 +32,7 @@ class Batch:
     queries: int
     k: int
     positive_rows: torch.Tensor | None = None
+    classes: torch.Tensor | None = None
     labels: torch.Tensor | None = None
     hops: int = 0
     row_k: int = 0

@@ -14,6 +14,8 @@ CHOICES = {
     "schedule": ("exponential", "cosine"),
     "optimizer": ("adam", "adamw"),
     "k_draw": ("uniform", "log"),
+    "k_for": ("batch", "query"),
+    "pairs": ("labels", "published"),
     "temperature_on": ("queries", "worlds"),
 }
 
@@ -40,6 +42,9 @@ class TrainingConfig:
     k_draw: str = "uniform"  # "log": small numbers as often as large ones
     drop_max: float = 0.6  # a query's neighbors are dropped with a probability from U(0, this); the paper's
     positives: int = 1  # drawn for each query; the losses that look at more use them all
+    k_for: str = "batch"  # tuples: "query" draws the number of neighbors for each query, as the paper says
+    pairs: str = "labels"  # tuples: "published": queries and positives of the data set's own pairs, where it has some
+    distinct_negatives: bool = False  # at most one hard negative of each class, as in the paper's code base
     pool: int = 20_000  # tuples: rows that negatives come from, the paper's
     pool_steps: int = 2_000  # tuples: updates after which the pool is drawn anew, the paper's
     world_classes: float = 0.2  # worlds: smallest share of a set's classes that are present

@@ -20,13 +20,15 @@ class TrainingData:
 
     vectors (n, D) float16 or float32; labels (n,) int64, 0..classes-1, distinct among sets unless shared;
     bounds (sets + 1,): set s is the rows bounds[s]..bounds[s + 1]; neighbors (n, K) int64 row numbers within the same
-    set, -1 for missing, or None where the sampler finds its own.
+    set, -1 for missing, or None where the sampler finds its own; pairs (m, 2) int64 rows of published queries and
+    their positives, by query, or None.
     """
 
     vectors: NDArray[np.floating]
     labels: NDArray[np.int64]
     bounds: NDArray[np.int64]
     neighbors: NDArray[np.int64] | None = None
+    pairs: NDArray[np.int64] | None = None
 
     @property
     def rows(self) -> int:
@@ -60,8 +62,9 @@ def join(
     labels: list[NDArray[np.integer]],
     neighbors: list[NDArray[np.integer]] | None = None,
     shared_labels: bool = False,
+    pairs: list[NDArray[np.int64]] | None = None,
 ) -> TrainingData:
-    """Join sets of vectors (n_s, D) and labels (n_s,), with graphs (n_s, K) of rows within each set.
+    """Join sets of vectors (n_s, D) and labels (n_s,), with graphs (n_s, K) and pairs (m_s, 2) of rows within each set.
 
     A label below 0 means 'belongs to nothing': such a row is a class by itself, a neighbor and a negative for others.
     """
@@ -77,7 +80,11 @@ def join(
         graph = np.concatenate([np.where(block[:, :width] < 0, -1, block[:, :width].astype(np.int64) + start)
                                 for block, start in zip(neighbors, bounds)])
     joined = vectors[0] if len(vectors) == 1 else np.concatenate(vectors)
-    data = TrainingData(joined, compact, bounds, graph)
+    joined_pairs = None
+    if pairs is not None and any(map(len, pairs)):
+        joined_pairs = np.concatenate([own + start for own, start in zip(pairs, bounds)])
+        joined_pairs = joined_pairs[np.argsort(joined_pairs[:, 0], kind="stable")]
+    data = TrainingData(joined, compact, bounds, graph, joined_pairs)
     if (data.class_sizes < 2).all():
         raise LattqeError(f"all {len(data.class_sizes)} classes have one image only: training needs positives")
     return data
@@ -96,7 +103,20 @@ def load(
     neighbors = None if k is None else [_neighbors(one, graphs[number] if graphs else None, k)
                                         for number, one in enumerate(sets)]
     labels = comparable_labels(*sets) if shared_labels else [one.labels() for one in sets]
-    return join([one.read() for one in sets], labels, neighbors, shared_labels)
+    return join([one.read() for one in sets], labels, neighbors, shared_labels, [published_pairs(one) for one in sets])
+
+
+def published_pairs(features: FeatureSet) -> NDArray[np.int64]:
+    """Rows (m, 2) of queries and positives that the set's column `positives` names by id; none without such a column.
+
+    Positives that are not in the set, because some of its rows were left out, do not count.
+    """
+    if "positives" not in features.columns:
+        return np.empty((0, 2), dtype=np.int64)
+    place = {name: row for row, name in enumerate(features.ids())}
+    column = features.table(0, features.rows).column("positives").to_pylist()
+    pairs = [(row, place[name]) for row, names in enumerate(column) for name in names or () if name in place]
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
 def check_sets(sets: list[FeatureSet]) -> None:

@@ -20,12 +20,29 @@ def contrastive(expanded: torch.Tensor, batch: Batch, config: TrainingConfig) ->
     negative = (~batch.same & batch.usable)
     with torch.no_grad():
         scores = (expanded @ batch.candidates.T).masked_fill(~negative, -torch.inf)
-        best, rows = scores.topk(min(config.negatives, scores.shape[1]))
+        best, rows = hardest(scores, min(config.negatives, scores.shape[1]),
+                             batch.classes if config.distinct_negatives else None)
     pulled = (expanded[:, None] - batch.positives).square().sum(-1).mean(1)
     # The clamp keeps the gradient of the root finite where a negative coincides with the query.
     distance = (expanded[:, None] - batch.candidates[rows]).square().sum(-1).clamp(min=1e-12).sqrt()
     pushed = F.relu(config.margin - distance).square().masked_fill(best == -torch.inf, 0).sum(1)
     return pulled + pushed
+
+
+def hardest(scores: torch.Tensor, count: int, classes: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` highest of scores (b, m) and where they stand, both (b, count); of classes (m,) the best of each.
+
+    Where there are fewer classes than asked for the rest is -inf.
+    """
+    if classes is None:
+        return scores.topk(count)
+    best, rows, left = [], [], scores.clone()
+    for _ in range(count):
+        score, row = left.max(dim=1)
+        best.append(score)
+        rows.append(row)
+        left = left.masked_fill(classes == classes[row][:, None], -torch.inf)
+    return torch.stack(best, dim=1), torch.stack(rows, dim=1)
 
 
 def pull(expanded: torch.Tensor, batch: Batch, config: TrainingConfig) -> torch.Tensor:

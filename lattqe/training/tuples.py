@@ -44,6 +44,35 @@ def dropped(shape: tuple[int, int], drop_max: float, rng: np.random.Generator) -
     return rng.random(shape) < drop_max * rng.random((shape[0], 1))
 
 
+class Positives:
+    """Whom a query may have as a positive: another image of its class, or what the data set's own pairs say.
+
+    Sets without pairs go by labels, whatever the others have.
+    """
+
+    def __init__(self, data: TrainingData, published: bool) -> None:
+        self.members = Members(data.labels)
+        pairs = data.pairs if published and data.pairs is not None else np.empty((0, 2), dtype=np.int64)
+        self.positive = pairs[:, 1]
+        self.count = np.bincount(pairs[:, 0], minlength=data.rows)
+        self.first = np.concatenate(([0], np.cumsum(self.count)))[:-1]
+        by_labels = self.members.sizes[data.labels] > 1
+        for start, stop in zip(data.bounds, data.bounds[1:]):
+            if self.count[start:stop].any():
+                by_labels[start:stop] = False
+        self.eligible = np.flatnonzero(by_labels | (self.count > 0))
+
+    def draw(self, rows: NDArray[np.int64], draws: NDArray[np.float64]) -> NDArray[np.int64]:
+        """For queries (b,) and uniform draws (b, p) their positives (b, p)."""
+        paired = self.count[rows] > 0
+        drawn = np.empty(draws.shape, dtype=np.int64)
+        drawn[~paired] = self.members.others(rows[~paired], draws[~paired])
+        mine = rows[paired]
+        drawn[paired] = self.positive[self.first[mine][:, None]
+                                      + (draws[paired] * self.count[mine][:, None]).astype(np.int64)]
+        return drawn
+
+
 class TupleSampler:
     """Queries drawn uniformly from all classes of two images or more; negatives come from a pool drawn now and then.
 
@@ -54,8 +83,8 @@ class TupleSampler:
         if data.neighbors is None:
             raise ValueError("tuples need a neighbor graph")
         self.data, self.config, self.neighbors = data, config, data.neighbors
-        self.members = Members(data.labels)
-        self.eligible = np.flatnonzero(self.members.sizes[data.labels] > 1)
+        self.positives = Positives(data, config.pairs == "published")
+        self.eligible = self.positives.eligible
         self._pool = lru_cache(maxsize=2)(self._draw_pool)  # two: the next one is drawn while this one is in use
 
     def _draw_pool(self, number: int) -> tuple[NDArray[np.int64], torch.Tensor, NDArray[np.int64]]:
@@ -67,10 +96,13 @@ class TupleSampler:
         """The queries `part` of this step; all draws are made for the global batch, vectors read for the part."""
         config, rng = self.config, generator(self.config.seed, Stream.SAMPLING, step)
         queries = rng.choice(self.eligible, config.batch, replace=len(self.eligible) < config.batch)
-        k = min(draw_k(config, rng), self.neighbors.shape[1])
+        ks = np.array([draw_k(config, rng) for _ in range(config.batch if config.k_for == "query" else 1)])
+        k = min(int(ks.max()), self.neighbors.shape[1])
         near = self.neighbors[queries, : max(k, config.network.background)]
         drop = dropped(near.shape, config.drop_max, rng)
-        positive = self.members.others(queries, rng.random((config.batch, config.positives)))
+        if config.k_for == "query":  # a shorter list ends earlier; what lies behind all of them is background
+            drop[:, :k] |= np.arange(k) >= ks[:, None]
+        positive = self.positives.draw(queries, rng.random((config.batch, config.positives)))
         queries, near, drop, positive = queries[part], near[part], drop[part], positive[part]
 
         labels = self.data.labels
@@ -87,4 +119,5 @@ class TupleSampler:
             usable=torch.from_numpy(pool_rows != queries[:, None]),
             queries=config.batch,
             k=k,
+            classes=torch.from_numpy(pool_labels),
         )

@@ -3,14 +3,17 @@
 import dataclasses
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from training_sets import clusters
 
 from lattqe.search import knn_graph
+from lattqe.store import FeatureSet, FeatureWriter
 from lattqe.training.batch import Batch, Sampler
 from lattqe.training.config import TrainingConfig
-from lattqe.training.data import TrainingData, join
+from lattqe.training.data import TrainingData, join, load, published_pairs
+from lattqe.training.losses import contrastive, hardest
 from lattqe.training.tuples import Members, TupleSampler
 from lattqe.training.worlds import WorldSampler
 
@@ -26,9 +29,9 @@ def data() -> TrainingData:
 
 @pytest.fixture
 def config(tiny: TrainingConfig) -> TrainingConfig:
-    """The paper's ranges, scaled down."""
-    return dataclasses.replace(tiny, batch=32, slots=4, k_min=8, k_max=16, pool=200, pool_steps=3, positives=2,
-                               world_rows=60)
+    """The paper's ranges, scaled down; one number of neighbors for each batch."""
+    return dataclasses.replace(tiny, k_for="batch", batch=32, slots=4, k_min=8, k_max=16, pool=200, pool_steps=3,
+                               positives=2, world_rows=60)
 
 
 @pytest.fixture(params=["tuples", "worlds"])
@@ -61,7 +64,7 @@ def test_the_parts_of_a_batch_make_the_whole(sampler: Sampler) -> None:
     whole = tensors(sampler.batch(4, WHOLE))
     parts = [tensors(sampler.batch(4, part)) for part in (slice(0, 8), slice(8, 32))]
     for name, value in whole.items():
-        joined = parts[0][name] if name == "candidates" else torch.cat([part[name] for part in parts])
+        joined = parts[0][name] if name in ("candidates", "classes") else torch.cat([part[name] for part in parts])
         assert torch.equal(joined, value), name
 
 
@@ -109,6 +112,79 @@ def test_counts_and_drops_have_the_papers_distribution(data: TrainingData, confi
     assert share.mean() == pytest.approx(0.3, abs=0.01)  # of U(0, 0.6)
     # Var of a mean of k Bernoulli draws with random p: Var(p) + E[p(1 - p)] / k; with one p for all it would be less.
     assert share.std() == pytest.approx(np.sqrt(0.03 + 0.18 / 12), abs=0.01)
+
+
+def test_the_number_of_neighbors_is_drawn_for_each_query(data: TrainingData, config: TrainingConfig) -> None:
+    """Lists of one batch end at different ranks, uniformly from k_min to k_max; what is dropped stays in its place."""
+    config = dataclasses.replace(config, k_for="query", drop_max=0.0)
+    sampler = TupleSampler(data, config)
+    lengths = []
+    for step in range(100):
+        batch = sampler.batch(step, WHOLE)
+        valid = batch.valid[:, 1:].numpy()
+        ends = valid.sum(axis=1)
+        assert (valid == (np.arange(valid.shape[1]) < ends[:, None])).all(), "a list has no holes without drops"
+        assert batch.k == valid.shape[1] == ends.max()
+        lengths.append(ends)
+    counts = np.bincount(np.concatenate(lengths), minlength=17)
+    assert counts[:8].sum() == 0
+    assert counts[8:] == pytest.approx(100 * 32 / 9, rel=0.25)
+
+
+def test_published_pairs_decide_queries_and_positives(config: TrainingConfig) -> None:
+    """In a set that has pairs only they count; a set without any goes by its labels."""
+    sets = [clusters(1, 10, 6), clusters(2, 4, 6)]
+    pairs = np.array([[7, 8], [0, 3], [0, 5], [30, 31]])
+    data = join([x for x, _ in sets], [labels for _, labels in sets], [knn_graph(x, 16)[0] for x, _ in sets],
+                pairs=[pairs, np.empty((0, 2), np.int64)])
+    for published, queries in ((True, {0, 7, 30, *range(60, 84)}), (False, set(range(84)))):
+        sampler = TupleSampler(data, dataclasses.replace(config, pairs="published" if published else "labels"))
+        drawn: dict[int, set[int]] = {}
+        for step in range(120):
+            batch = sampler.batch(step, WHOLE)
+            for query, found in zip(row_of(data, batch.items[:, 0]), row_of(data, batch.positives)):
+                drawn.setdefault(int(query), set()).update(found.tolist())
+        assert set(drawn) == queries
+        for query, found in drawn.items():
+            same = set(np.flatnonzero(data.labels == data.labels[query])) - {query}
+            mine = set(pairs[pairs[:, 0] == query, 1].tolist())
+            assert found == (mine if published and query < 60 else same), query
+
+
+def test_pairs_are_read_from_the_column_of_ids(tmp_path) -> None:
+    """As `lattqe dataset sfm120k` writes them; a positive that is no longer in the set does not count."""
+    x, labels = clusters(1, 3, 4)
+    column = pa.field("positives", pa.list_(pa.string()))
+    with FeatureWriter(str(tmp_path / "set"), x.shape[1], "float32", labels=True, extra=[column]) as writer:
+        lists = [["row-2", "row-1"], [], ["row-0", "elsewhere"], *([] for _ in range(9))]
+        writer.append(x, [f"row-{row}" for row in range(12)], labels, {"positives": pa.array(lists, column.type)})
+    with FeatureWriter(str(tmp_path / "plain"), x.shape[1], "float32", labels=True) as writer:
+        writer.append(x, [f"other-{row}" for row in range(12)], labels)
+    assert published_pairs(FeatureSet.open(str(tmp_path / "set"))).tolist() == [[0, 2], [0, 1], [2, 0]]
+    data = load([str(tmp_path / "plain"), str(tmp_path / "set")], [], 4)
+    assert data.pairs is not None
+    assert data.pairs.tolist() == [[12, 14], [12, 13], [14, 12]]
+    assert load([str(tmp_path / "plain")], [], 4).pairs is None
+
+
+def test_at_most_one_hard_negative_of_each_class(data: TrainingData, config: TrainingConfig) -> None:
+    """Against a loop over candidates by falling score."""
+    batch = TupleSampler(data, config).batch(0, WHOLE)
+    assert batch.classes is not None
+    scores = (batch.items[:, 0] @ batch.candidates.T).masked_fill(batch.same | ~batch.usable, -torch.inf)
+    best, rows = hardest(scores, 5, batch.classes)
+    for query in range(len(scores)):
+        expected: list[int] = []
+        for row in scores[query].argsort(descending=True, stable=True).tolist():
+            if len(expected) < 5 and batch.classes[row] not in batch.classes[expected]:
+                expected.append(row)
+        assert rows[query].tolist() == expected
+        assert torch.equal(best[query], scores[query][expected])
+    few = torch.zeros(2, 6), torch.tensor([1, 1, 2, 2, 2, 1])
+    assert (hardest(*few[:1], 4, few[1])[0] > -torch.inf).sum(1).tolist() == [2, 2], "two classes, two negatives"
+    distinct = dataclasses.replace(config, distinct_negatives=True, margin=2.0)
+    plain = dataclasses.replace(config, distinct_negatives=False, margin=2.0)
+    assert (contrastive(batch.items[:, 0], batch, distinct) <= contrastive(batch.items[:, 0], batch, plain)).all()
 
 
 def test_queries_are_uniform_and_classes_of_one_image_never_asked(config: TrainingConfig) -> None:
