@@ -42,6 +42,8 @@ VERBS = (
          "lattqe search index queries -k 100 --expand lattqe --model model --to ranks"),
     Verb("gallery", "jobs.gallery", "ranks → a page of pictures, before and after",
          "lattqe gallery ranks --against plain-ranks --images photos --to gallery.html"),
+    Verb("evaluate", "jobs.evaluate", "ranks → mAP and mP@k, for all queries and for each",
+         "lattqe evaluate ranks --truth gnd_roxford5k.pkl"),
     Verb("ablate", "jobs.ablate", "what each part of a model is worth",
          "lattqe ablate features --val held-out --preset photos --to ablations"),
     Verb("benchmark", "jobs.benchmark", "all methods on all data sets → tables, figures, report",

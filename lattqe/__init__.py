@@ -1,18 +1,26 @@
 """Learned query expansion and database-side augmentation for image retrieval."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lattqe.expansion.arrays import augment, expand
+    from lattqe.api import augment, evaluate, expand, load, neighbors, search
 
 __version__ = "0.1.0"
-__all__ = ["augment", "expand"]
+__all__ = ["augment", "evaluate", "expand", "load", "neighbors", "search"]
 
 
 def __getattr__(name: str) -> Any:
-    """`lattqe.expand` and `lattqe.augment`, imported when first used: torch takes seconds."""
+    """The functions of `lattqe.api`, imported when first used: torch takes seconds."""
+    if name == "search":  # a package, and a function: see there
+        return importlib.import_module("lattqe.search")
     if name in __all__:
-        from lattqe.expansion import arrays
+        from lattqe import api
 
-        return getattr(arrays, name)
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The API first: completion shows what is not imported yet, too."""
+    return sorted({*__all__, "__version__", *(name for name in globals() if name.startswith("__"))})

@@ -173,6 +173,10 @@ class Scores:
     precision: NDArray[np.float64]
     ks: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        means = "".join(f", mP@{k} {100 * value:.1f}" for k, value in zip(self.ks, self.mean_precision))
+        return f"Scores({self.setup}: mAP {100 * self.mean_ap:.1f}{means}, {int(self.evaluated.sum())} queries)"
+
     @property
     def evaluated(self) -> NDArray[np.bool_]:
         """(nq,) the queries that have positives."""

@@ -100,7 +100,7 @@ def measure_products(task: GraphTask) -> tuple[str, float]:
                         seconds=0.5 if features.rows > wanted else 0.0)
 
 
-class _Counting(Clock):
+class ProductClock(Clock):
     """A clock that tells of each product that is done."""
 
     def __init__(self, on_products: Callable[[int], None]) -> None:
@@ -119,7 +119,7 @@ def build_graph(task: GraphTask, on_products: Callable[[int], None] = lambda pro
 
     `on_products(n)` is called after each n products (of two vectors). The manifest is the caller's.
     """
-    pending, clock, started = Pending.attach(task.to), _Counting(on_products), time.perf_counter()
+    pending, clock, started = Pending.attach(task.to), ProductClock(on_products), time.perf_counter()
     missing = pending.missing()
     if missing:
         rows = in_one([piece for each in open_sets(task) for piece in each.pieces()])

@@ -1,0 +1,219 @@
+"""The Python API, for notebooks: neighbors, search, expand, augment, evaluate and load, with arrays or addresses.
+
+Wherever vectors are asked for, give an array (n, D), L2-normalised, float16 or float32; or the address of a stored
+feature set, a folder or s3://bucket/prefix. Everything is exact and runs in this process. `progress(done, total)` is
+called as work is done.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lattqe.augmentation.hops import check_hops, hop
+from lattqe.augmentation.recipe import is_augmented
+from lattqe.device import pick_device
+from lattqe.errors import LattqeError
+from lattqe.evaluation import GroundTruth, LabelTruth, Scores, score_ranking
+from lattqe.evaluation.stored import JudgedRanks, read_gnd
+from lattqe.expansion.attention import load_network
+from lattqe.expansion.base import Method
+from lattqe.expansion.registry import METHODS, create
+from lattqe.expansion.rows import augment_rows, expand_queries, list_lengths, shared_table, shares
+from lattqe.model import LAttQE
+from lattqe.search import FlatIndex, knn_graph
+from lattqe.search.stored import ProductClock
+from lattqe.store import FeatureSet, NeighborGraph, Ranks, open_place, read_manifest
+
+# Rows augmented, or queries expanded, between two calls of `progress`; their weights never need much memory.
+ROW_BLOCK = 4096
+# How far a norm may be from 1: float16 vectors are normalised only so well.
+NORM_SLACK = 0.01
+
+Vectors = np.ndarray | str | Path
+Progress = Callable[[int, int], None]
+
+
+class Found(NamedTuple):
+    """Lists of rows: scores D (n, k) float32, best first, and row numbers I (n, k) int32, -1 where there are fewer."""
+
+    D: np.ndarray
+    I: np.ndarray  # noqa: E741
+
+
+@dataclass(frozen=True)
+class Features:
+    """A stored feature set: vectors x (n, D), ids (n), labels (n,) int32 and their names, each None without them."""
+
+    x: np.ndarray
+    ids: list[str]
+    labels: np.ndarray | None
+    label_names: list[str] | None
+
+
+@dataclass(frozen=True)
+class RankedQueries:
+    """Stored ranks: ids (nq) of the queries, scores D (nq, k) and row numbers I (nq, k) of what they found."""
+
+    ids: list[str]
+    D: np.ndarray
+    I: np.ndarray  # noqa: E741
+
+
+def load(uri: str | Path) -> Features | Found | RankedQueries | LAttQE:
+    """What is stored at an address, as arrays: features, a neighbor graph, ranks; or a model as its network."""
+    kind = read_manifest(open_place(str(uri))).kind
+    if kind == "features":
+        stored = FeatureSet.open(str(uri))
+        return Features(stored.read(), stored.ids(), stored.labels() if stored.has_labels else None,
+                        None if stored.label_names is None else list(stored.label_names))
+    if kind == "neighbors":
+        return Found(*NeighborGraph.open(str(uri)).read()[::-1])
+    if kind == "ranks":
+        ranks = Ranks.open(str(uri))
+        return RankedQueries(ranks.ids(), *ranks.read()[::-1])
+    if kind == "model":
+        return load_network(str(uri))
+    raise LattqeError(f"{uri} holds {kind}: features, neighbors, ranks and models can be loaded")
+
+
+def neighbors(x: Vectors, k: int = 64, *, progress: Progress | None = None) -> Found:
+    """The exact k nearest other rows of each row of x (n, D); a row is never its own neighbor."""
+    x = _unit_rows(x, "x")
+    total, done = max(len(x) * len(x) // 2, 1), 0
+
+    def advance(products: int) -> None:
+        nonlocal done
+        done = min(done + products, total)
+        if progress is not None:
+            progress(done, total)
+
+    return Found(*knn_graph(x, k, device=_gpu("auto"), clock=ProductClock(advance))[::-1])
+
+
+def search(xq: Vectors, xb: Vectors, k: int = 100, expand: str | Method | None = None, nqe: int | None = None, *,
+           progress: Progress | None = None, **params: Any) -> Found:
+    """The exact k best rows of xb (nb, D) for each query of xq (nq, D), expanded first if `expand` names a method.
+
+    nqe: neighbors to expand from; params: the method's, as in `lattqe.expand`.
+    """
+    if expand is None and (nqe is not None or params):
+        raise LattqeError(f"{', '.join([*(['nqe'] if nqe is not None else []), *params])} given without expand: name "
+                          "the method, as in expand='alphaqe'")
+    queries, rows = _unit_rows(xq, "xq"), _unit_rows(xb, "xb")
+    if expand is not None:
+        queries = _expanded(queries, xb, rows, expand, nqe, progress, params)
+    return Found(*FlatIndex(rows, _gpu("auto")).search(queries, k))
+
+
+def expand(xq: Vectors, xb: Vectors, method: str | Method = "alphaqe", k: int | None = None, *,
+           progress: Progress | None = None, **params: Any) -> np.ndarray:
+    """Expand queries xq (nq, D) from their k nearest rows of xb (nb, D): (nq, D) float32, L2-normalised.
+
+    `method` is one of aqe, aqewd, alphaqe, dqe, lattqe, … (or what `create` gave), `params` its parameters (alpha; C,
+    negatives; model, precision; device). `k` by default: what the model's training chose, for a stored augmented index
+    what it chose with one; otherwise the paper's number.
+    """
+    return _expanded(_unit_rows(xq, "xq"), xb, _unit_rows(xb, "xb"), method, k, progress, params)
+
+
+def _expanded(xq: np.ndarray, given: Vectors, xb: np.ndarray, method: str | Method, k: int | None,
+              progress: Progress | None, params: dict[str, Any]) -> np.ndarray:
+    theta = _method(method, params)
+    if not len(xb):
+        return xq.astype(np.float32)
+    augmented = not isinstance(given, np.ndarray) and is_augmented(FeatureSet.open(str(given)))
+    done = 0
+
+    def advance(queries: int) -> None:
+        nonlocal done
+        done += queries
+        if progress is not None:
+            progress(done, len(xq))
+
+    k = theta.suggested_k(dba=False, augmented=augmented) if k is None else k
+    return expand_queries(FlatIndex(xb, _gpu(theta.device)), xq, theta, k, on_done=advance).vectors
+
+
+def augment(xb: Vectors, method: str | Method = "lattqe", k: int | None = None, *, hops: int | None = None,
+            hop_alpha: float | None = None, progress: Progress | None = None, **params: Any) -> np.ndarray:
+    """Expand every row of xb (nb, D) from its k nearest other rows (database-side augmentation): (nb, D) float32.
+
+    As `expand`; only original vectors are read, a row is never its own neighbor (its duplicates may be), and lattqe
+    takes the tempered softmax. Search this instead of xb, with queries expanded from it. `hops`: above 1, features
+    flow that many times over the weighted edges of all rows (`lattqe.augmentation.hops`), each time with a share
+    `hop_alpha` from the neighbors; by default what the model was trained for.
+    """
+    xb = _unit_rows(xb, "xb")
+    theta = _method(method, params, dba=True)
+    k = theta.suggested_k(dba=True) if k is None else k
+    hops = theta.default_hops if hops is None else hops
+    alpha = theta.hop_alpha if hop_alpha is None else hop_alpha
+    check_hops(hops, alpha)
+    if not len(xb):
+        return xb.astype(np.float32)
+    device = _gpu(theta.device)
+    I, D = knn_graph(xb, list_lengths(theta, k, max(len(xb) - 1, 1))[1], device=device)  # noqa: E741
+    index = FlatIndex(xb, device)
+    table = shared_table(theta, len(xb), [xb]) if shares(theta, len(xb)) else None
+    out = np.empty(xb.shape, dtype=np.float32)
+    weights, rows_of = [], []
+    for start in range(0, len(xb), ROW_BLOCK):
+        rows = np.arange(start, min(start + ROW_BLOCK, len(xb)))
+        done = augment_rows(index, rows, D[rows], I[rows], theta, k, table)
+        out[rows] = done.vectors
+        if hops > 1:
+            weights.append(done.weights)
+            rows_of.append(done.rows)
+        if progress is not None:
+            progress(int(rows[-1]) + 1, len(xb))
+    return hop(np.concatenate(weights), np.concatenate(rows_of), xb, alpha, hops) if hops > 1 else out
+
+
+def evaluate(ranks: np.ndarray | Found | str | Path, truth: GroundTruth | str | Path | None = None, *,
+             labels: np.ndarray | None = None, query_labels: np.ndarray | None = None,
+             query_rows: np.ndarray | None = None, ks: tuple[int, ...] = (1, 5, 10)) -> dict[str, Scores]:
+    """Score rankings I (nq, k), what `search` gave, or stored ranks: `Scores` by setup (easy, medium, hard; or label).
+
+    truth: a ground-truth file (gnd_*.pkl, .json) or object. Without one, labels (nb,) of the rows with query_labels
+    (nq,), or with query_rows (nq,) where the queries are rows themselves; stored ranks know both.
+    """
+    given = read_gnd(str(truth)).truth if isinstance(truth, str | Path) else truth
+    if isinstance(ranks, str | Path):
+        judged = JudgedRanks.open(str(ranks), str(truth) if isinstance(truth, str | Path) else None)
+        return score_ranking(judged.ranks, given or judged.truth, ks=ks)
+    if given is None and labels is None:
+        raise LattqeError("nothing says what is relevant: give truth, or labels with query_labels or query_rows")
+    if given is None:
+        given = LabelTruth(np.asarray(labels), query_labels, query_rows)
+    return score_ranking(ranks.I if isinstance(ranks, Found) else np.asarray(ranks), given, ks=ks)
+
+
+def _method(method: str | Method, params: dict[str, Any], dba: bool = False) -> Method:
+    if isinstance(method, str):
+        return create(method, **(METHODS[method].row_params if dba and method in METHODS else {}) | params)
+    if params:
+        raise LattqeError(f"{', '.join(params)} given beside a finished {method.name}: give them to create instead")
+    return method
+
+
+def _gpu(device: str) -> Any:
+    """A GPU for the search too where the method has one; None is the CPU."""
+    picked = pick_device(device)
+    return picked if picked.type == "cuda" else None
+
+
+def _unit_rows(x: Vectors, name: str) -> np.ndarray:
+    """The rows of an array, or of a stored feature set; what is not a matrix of L2-normalised rows is refused."""
+    x = FeatureSet.open(str(x)).read() if isinstance(x, str | Path) else np.asarray(x)
+    if x.ndim != 2:
+        raise LattqeError(f"{name} has shape {x.shape}: want (rows, D)")
+    if x.dtype not in (np.float16, np.float32):
+        x = x.astype(np.float32)
+    norms = np.sqrt(np.einsum("nd,nd->n", x, x, dtype=np.float32))
+    bad = np.flatnonzero(~(np.abs(norms - 1) <= NORM_SLACK))
+    if len(bad):
+        raise LattqeError(f"{name} row {bad[0]} has norm {norms[bad[0]]:.4g}: L2-normalise {name} first")
+    return x

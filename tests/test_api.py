@@ -1,0 +1,122 @@
+"""The Python API with addresses and with arrays: the same answers, progress that ends, names that completion shows."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import jobs.search
+import lattqe
+from lattqe.augmentation import Augmentation, begin_index, build_index
+from lattqe.errors import LattqeError
+from lattqe.model import LAttQE, LAttQEConfig
+from lattqe.search.stored import publish_graph
+from lattqe.store import FeatureSet, FeatureWriter
+
+DIM = 16
+EXAMPLE = Path(__file__).resolve().parent.parent / "docs" / "examples" / "arrays_to_figure.py"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A labelled database and queries of the same classes, a graph, a model, and the index it makes."""
+    folder = tmp_path_factory.mktemp("world")
+    rng = np.random.default_rng(0)
+    centres = rng.normal(size=(9, DIM))
+    for name, rows in (("database", 150), ("queries", 30)):
+        of = rng.integers(0, 9, rows)
+        with FeatureWriter(str(folder / name), DIM, "float32", labels=True) as writer:
+            writer.append(centres[of] + 0.8 * rng.normal(size=(rows, DIM)), [f"{name}-{i}" for i in range(rows)],
+                          of.astype(np.int32))
+    graph = publish_graph(FeatureSet.open(str(folder / "database")), 12, str(folder / "graph"))
+    torch.manual_seed(0)
+    LAttQE(LAttQEConfig(dim=DIM, heads=2, layers=1, max_k=12, positional_start="small")).save(
+        str(folder / "model"), {"nqe": 9, "ndba": 5, "nqe_with_dba": 3})
+    task = Augmentation(str(folder / "database"), graph.uri, str(folder / "index"), "lattqe", 5,
+                        {"model": str(folder / "model"), "dba": True})
+    pending = begin_index(task)
+    build_index(task)
+    pending.finish()
+    return folder
+
+
+def test_addresses_and_arrays_give_the_same(world):
+    database, queries = lattqe.load(world / "database"), lattqe.load(str(world / "queries"))
+    by_address = lattqe.search(world / "queries", world / "database", 7, expand="alphaqe", nqe=4, alpha=2.0)
+    by_array = lattqe.search(queries.x, database.x, 7, expand="alphaqe", nqe=4, alpha=2.0)
+    np.testing.assert_array_equal(by_address.I, by_array.I)
+    np.testing.assert_array_equal(by_address.D, by_array.D)
+    assert (database.ids[3], database.label_names, len(database.labels)) == ("database-3", None, 150)
+    for stored, computed in zip(lattqe.load(world / "graph"), lattqe.neighbors(world / "database", 12)):
+        np.testing.assert_array_equal(stored, computed)
+    model = lattqe.load(world / "model")
+    augmented = lattqe.augment(world / "database", model=model)
+    np.testing.assert_allclose(augmented, lattqe.load(world / "index").x, atol=1e-6)
+
+
+def test_over_an_augmented_index_the_number_chosen_for_it_is_taken(world, tmp_path):
+    xq, model = world / "queries", str(world / "model")
+    for database, chosen in (("database", 9), ("index", 3)):
+        np.testing.assert_array_equal(lattqe.expand(xq, world / database, "lattqe", model=model),
+                                      lattqe.expand(xq, world / database, "lattqe", chosen, model=model))
+        result = CliRunner().invoke(jobs.search.app, [
+            str(world / database), str(xq), "--expand", "lattqe", "--model", model, "--to", str(tmp_path / database)])
+        assert result.exit_code == 0, result.output
+        assert f"lattqe from {chosen} neighbors" in result.output
+        assert ("for augmented" in result.output) == (database == "index")
+        ranks = lattqe.load(tmp_path / database)
+        expected = lattqe.search(xq, world / database, 100, expand="lattqe", nqe=chosen, model=model)
+        np.testing.assert_array_equal(ranks.I, expected.I)
+        assert ranks.ids[2] == "queries-2"
+
+
+def test_evaluate_takes_arrays_results_and_stored_ranks(world, tmp_path):
+    assert CliRunner().invoke(jobs.search.app, [str(world / "database"), str(world / "queries"), "-k", "150", "--to",
+                                                str(tmp_path / "ranks")]).exit_code == 0
+    labels = {name: lattqe.load(world / name).labels for name in ("database", "queries")}
+    found = lattqe.search(world / "queries", world / "database", 150)
+    known = {"labels": labels["database"], "query_labels": labels["queries"], "ks": (1, 3)}
+    results = [lattqe.evaluate(tmp_path / "ranks", ks=(1, 3)), lattqe.evaluate(found, **known),
+               lattqe.evaluate(found.I, **known)]
+    for scores in results:
+        np.testing.assert_array_equal(scores["label"].ap, results[0]["label"].ap)
+    assert repr(results[0]["label"]).startswith("Scores(label: mAP ")
+    with pytest.raises(LattqeError, match="nothing says what is relevant"):
+        lattqe.evaluate(found)
+
+
+def test_progress_counts_to_its_total(world):
+    for call in (lambda told: lattqe.neighbors(world / "database", 5, progress=told),
+                 lambda told: lattqe.expand(world / "queries", world / "database", progress=told),
+                 lambda told: lattqe.search(world / "queries", world / "database", 5, "aqe", progress=told),
+                 lambda told: lattqe.augment(world / "database", "aqe", progress=told)):
+        calls = []
+        call(lambda done, total, calls=calls: calls.append((done, total)))
+        assert calls
+        assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+        assert calls[-1][0] == calls[-1][1]
+
+
+def test_refusals(world):
+    with pytest.raises(LattqeError, match="nqe given without expand"):
+        lattqe.search(world / "queries", world / "database", nqe=3)
+    with pytest.raises(LattqeError, match=r"the model .*model does not fit the vectors: .* made for 16"):
+        x = np.eye(8, dtype=np.float32)
+        lattqe.expand(x, x, "lattqe", model=str(world / "model"))
+
+
+def test_completion_shows_the_functions():
+    assert {"augment", "evaluate", "expand", "load", "neighbors", "search"} <= set(dir(lattqe))
+    assert callable(lattqe.search)
+
+
+def test_the_example_runs(tmp_path):
+    done = subprocess.run([sys.executable, str(EXAMPLE), str(tmp_path / "figure.png")], check=True, text=True,
+                          capture_output=True, cwd=EXAMPLE.parents[2])
+    plain, expanded, both = (float(word) for word in done.stdout.replace(",", "").split() if word[0].isdecimal())
+    assert plain < expanded < both
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
