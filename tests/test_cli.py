@@ -73,7 +73,7 @@ def test_brackets_in_a_message_are_text(capsys):
 
 
 def test_brackets_in_a_help_text_are_shown():
-    done = subprocess.run([sys.executable, "-m", "jobs.train", "--help"], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-m", "jobs.demo", "--help"], capture_output=True, text=True,
                           env={**os.environ, "COLUMNS": "200"})
     assert "A running Ray cluster. [default: $RAY_ADDRESS, or here]" in " ".join(done.stdout.split())
 
