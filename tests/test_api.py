@@ -104,8 +104,8 @@ def test_progress_counts_to_its_total(world):
 def test_refusals(world):
     with pytest.raises(LattqeError, match="nqe given without expand"):
         lattqe.search(world / "queries", world / "database", nqe=3)
+    x = np.eye(8, dtype=np.float32)
     with pytest.raises(LattqeError, match=r"the model .*model does not fit the vectors: .* made for 16"):
-        x = np.eye(8, dtype=np.float32)
         lattqe.expand(x, x, "lattqe", model=str(world / "model"))
 
 

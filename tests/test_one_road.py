@@ -15,7 +15,7 @@ import jobs.verify
 import lattqe
 from lattqe.benchmark.cells import measure
 from lattqe.benchmark.small import SmallIndex
-from lattqe.benchmark.spec import Setting
+from lattqe.benchmark.spec import Pipeline, Setting
 from lattqe.evaluation import LabelTruth, evaluate
 from lattqe.expansion import create
 from lattqe.model import LAttQE, LAttQEConfig
@@ -165,10 +165,11 @@ def test_a_benchmark_cell_is_the_python_api(world, case, index):
     xq, xb = arrays(world)
     truth = label_truth(world)
     measured = {}
-    measure(index(xb), xq, truth, [None, setting(world, name), setting(world, name, 2 * K)], measured.__setitem__)
+    pipelines = [Pipeline(), *(Pipeline(qe=setting(world, name, k)) for k in (K, 2 * K))]
+    measure(index(xb), xq, truth, pipelines, measured.__setitem__)
     for k in (K, 2 * K):
         (expected,) = evaluate(FlatIndex(xb), lattqe.expand(xq, xb, method, k, **params), truth).values()
-        np.testing.assert_array_equal(measured[setting(world, name, k)].scores[0].ap, expected.ap)
+        np.testing.assert_array_equal(measured[Pipeline(qe=setting(world, name, k))].scores[0].ap, expected.ap)
 
 
 @pytest.mark.parametrize("name", ["content", "relational"])
