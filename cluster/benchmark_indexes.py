@@ -17,6 +17,7 @@ from cluster.graph import build_graph, prepare_graph
 from cluster.here import ROWS_HERE, runs_here
 from cluster.shards import ShardedIndex
 from lattqe.augmentation import Augmentation, begin_index, build_index
+from lattqe.benchmark.cells import method_of
 from lattqe.benchmark.small import SmallIndex
 from lattqe.benchmark.spec import GRAPH_METHODS, Setting, graph_method
 from lattqe.expansion import METHODS
@@ -127,17 +128,24 @@ class Indexes:
     def _augment(self, features: FeatureSet, graph: NeighborGraph, dba: Setting, to: str) -> None:
         """Expand all rows of a set, in this process or on Ray."""
         params = dict(dba.params) | METHODS[dba.method].row_params
-        task = Augmentation(features.uri, graph.uri, to, dba.method, dba.k, params)
+        method = method_of(dba, dba=True)
+        task = Augmentation(features.uri, graph.uri, to, dba.method, dba.k, params, hops=method.default_hops,
+                            hop_alpha=method.hop_alpha)
+        for stage in task.stages():
+            self._build(stage, features.rows)
+
+    def _build(self, task: Augmentation, total: int) -> None:
         pending = begin_index(task)
+        what = f"{task.hops} hops of {task.method}" if task.hopping else f"{task.method} augments"
         done = 0
 
         def advance(rows: int) -> None:
             nonlocal done
             done += rows
-            self.tell(f"{dba.method} augments {done:,} of {features.rows:,} rows")
+            self.tell(f"{what} {done:,} of {total:,} rows")
 
         advance(0)
-        if self._here(features.rows):
+        if self._here(total):
             build_index(task, advance)
         else:
             on_ray.build_index(task, advance, workers=self.workers)

@@ -59,12 +59,16 @@ def check_model(uri: str) -> None:
 
 def recompute_rows(uri: str, count: int) -> None:
     """Compute random rows of an augmented index again and say how far they are off."""
-    from lattqe.augmentation import recompute
+    from lattqe.augmentation.recipe import hops_again, recompute
     from lattqe.store import FeatureSet
 
     index = FeatureSet.open(uri)
     count = min(count, index.rows)
-    screen.print(f"{count:,} rows computed again: off by {recompute(index, count):.2g} at most", markup=False)
+    off, hops = recompute(index, count), index.manifest.config.get("hops", 1)
+    what = "rows" if hops == 1 else f"rows' edges, and all {hops} hops," if hops_again(index) else "rows' edges"
+    screen.print(f"{count:,} {what} computed again: off by {off:.2g} at most", markup=False)
+    if hops > 1 and not hops_again(index):
+        screen.print(f"its {hops} hops were not: {index.rows:,} rows are too many for one process", markup=False)
 
 
 app = command(main)

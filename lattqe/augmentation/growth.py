@@ -82,15 +82,17 @@ def plan_growth(old_index: FeatureSet, recipe: Recipe, joined: FeatureSet, kept:
     method = create(recipe.method, **recipe.params)
     # Negatives are the lowest of all rows, which any newcomer may be: nothing can be taken over.
     reuse = not method.negatives
+    # After several hops every row depends on many: only edges can be taken over, and the hops are made again.
+    old = old_index.uri if recipe.edges is None else recipe.edges.uri
+    task = Augmentation(joined.uri, graph.uri, to, recipe.method, recipe.k, recipe.params, cache,
+                        previous=old if reuse else None, hops=recipe.hops, hop_alpha=recipe.hop_alpha)
     touched = joined.rows
     if reuse:
         depth = method.depth(recipe.k)
         reusable = reusable_rows(recipe.graph, graph, kept, depth)
-        write_reusable(open_place(to), reusable)
+        write_reusable(open_place(task.stages()[0].to), reusable)
         touched = int((reusable < 0).sum())
     cost = GrowthCost.of(joined.rows, joined.rows - len(kept), counts["searched"], touched, counts)
-    task = Augmentation(joined.uri, graph.uri, to, recipe.method, recipe.k, recipe.params, cache,
-                        previous=old_index.uri if reuse else None)
     return task, graph, cost
 
 

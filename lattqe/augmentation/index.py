@@ -253,6 +253,8 @@ class EdgeWorker(AugmentWorker):
 
     def taken_over(self, rows: np.ndarray, before: np.ndarray) -> np.ndarray:
         """See AugmentWorker: the same weights, for neighbors that may have new numbers."""
+        if not len(rows):  # lists may have had another length when there were fewer rows
+            return np.empty((0, self.width), self.dtype)
         neighbors = self.graph.gather(rows)[0][:, : self.k]
         return np.concatenate([neighbors, self.previous.gather(before)[0].view(np.int32)], axis=1)
 
