@@ -8,6 +8,7 @@ from typing import Any
 
 from lattqe.benchmark.spec import GRAPH_METHODS
 from lattqe.expansion import METHODS
+from lattqe.store.export import plain_cell
 
 KINDS = {"none": "No expansion", "qe": "Query expansion", "dba+qe": "Database-side augmentation + query expansion",
          "graph": "The whole graph: diffusion and propagation"}
@@ -87,12 +88,6 @@ def _published(row: Mapping[str, Any] | None, columns: Sequence[tuple[str, str]]
     values = [row["map"].get(column, {}).get(setup) for column, setup in columns]
     whole = sum(len(setups) for setups in row["map"].values()) == sum(value is not None for value in values)
     return [*values, row["mean"] if whole else None]
-
-
-def plain_cell(text: str) -> str:
-    """A text that no spreadsheet takes for a formula, and that holds no control characters."""
-    text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
 def to_csv(results: Mapping[str, Any]) -> str:

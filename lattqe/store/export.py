@@ -29,7 +29,7 @@ BLOCK_ROWS = 16_384
 TRAINING_ROWS = 262_144
 INDEXES = (".faiss", ".index")
 SUFFIXES = {"features": (".npy", ".fvecs", *INDEXES), "ranks": (".csv", ".json"), "neighbors": (".npz",)}
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
+FORMULA = ("=", "+", "-", "@")
 
 Writer: TypeAlias = Callable[[BinaryIO], None]
 
@@ -120,7 +120,8 @@ def check_suffix(kind: str, to: str) -> str:
 
 
 def plain_cell(text: str) -> str:
-    """A text for a cell of a CSV file; one that a spreadsheet would take for a formula gets an apostrophe first."""
+    """A text for a cell of a CSV file: no control characters, and a ' before what looks like a formula."""
+    text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
     return f"'{text}" if text.startswith(FORMULA) else text
 
 
