@@ -16,6 +16,7 @@ from cluster import augmentation as on_ray
 from cluster.graph import build_graph, prepare_graph
 from cluster.here import ROWS_HERE, runs_here
 from cluster.shards import ShardedIndex
+from lattqe.api import augment
 from lattqe.augmentation import Augmentation, begin_index, build_index
 from lattqe.benchmark.cells import method_of
 from lattqe.benchmark.small import SmallIndex
@@ -47,7 +48,7 @@ class Indexes:
     def augmented(self, key: str, database: FeatureSet, distractors: FeatureSet | None, dba: Setting,
                   graph_k: int) -> Iterator[Index]:
         """The rows expanded from their neighbors; `key` names the result, `graph_k` is how long the graph is to be."""
-        if dba.method in GRAPH_METHODS:
+        if dba.method in GRAPH_METHODS or "hops" in dict(dba.params):
             yield self._propagated(key, [each for each in (database, distractors) if each is not None], dba)
             return
         features = database
@@ -70,10 +71,12 @@ class Indexes:
         """The rows after a method that needs the whole graph at once, in this process."""
         self.tell(f"{dba.method} over {sum(each.rows for each in sets):,} rows")
         started = time.perf_counter()
-        rows, method = GraphRows(np.concatenate([each.read() for each in sets])), graph_method(dba)
-        rows.lists(dba.k)
+        rows = GraphRows(np.concatenate([each.read() for each in sets]))
+        if dba.method in GRAPH_METHODS:
+            rows.lists(dba.k)
         found = time.perf_counter()
-        xb = method.augment(rows)
+        xb = graph_method(dba).augment(rows) if dba.method in GRAPH_METHODS else \
+            augment(rows.xb, dba.method, dba.k, **dict(dba.params))
         if not self.costs.exists(f"{key}.json"):
             seconds = {"graph": found - started, "augment": time.perf_counter() - found}
             self.costs.write(f"{key}.json", canonical_json(seconds))

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from cluster.benchmark_indexes import Indexes
+from cluster.here import runs_here
 from lattqe.benchmark.cells import Cell, Measured, measure, method_of
 from lattqe.benchmark.choosing import missing_cells
 from lattqe.benchmark.inputs import Inputs
@@ -40,6 +41,8 @@ class Bench:
             check_same_vectors(self.inputs[dataset].database, distractors)
         models = {value for method in run.methods for value in method.params.get("model", ())}
         models |= {each.model for each in run.ablations}
+        models |= {dict(step.params)["model"] for method in run.graph_methods for each in method.pipelines
+                   for step in (each.dba, each.qe) if step is not None and "model" in dict(step.params)}
         self.models = {uri: read_manifest(open_place(uri), "model").digest for uri in sorted(models)}
         self._check_plan()
         self.indexes = Indexes(self.folder, self.models, workers, shards)
@@ -59,6 +62,12 @@ class Bench:
                 raise LattqeError(f"{dataset.name} has {rows:,} rows with its distractors, but "
                                   f"{self.run.graph_methods[0].label} works in one process, up to {MOST_ROWS:,} rows: "
                                   "leave it out of this run")
+
+    def needs_ray(self) -> bool:
+        """Whether anything of it is too large for this process, or was asked to run on workers or shards."""
+        most = max(opened.database.rows for opened in self.inputs.values())
+        most += max((each.rows for each in self.distractors.values()), default=0)
+        return self.indexes.shards is not None or not runs_here(most, self.indexes.workers)
 
     def key(self, cell: Cell) -> str:
         """The name of a cell's result."""
@@ -138,5 +147,6 @@ class Bench:
         settings = [pair[0] for method in self.run.methods for params in method.variants()
                     for pair in method.dba_settings(params)]
         settings += [each.dba for method in self.run.graph_methods for each in method.pipelines
-                     if each.dba is not None and each.dba.method not in GRAPH_METHODS]
+                     if each.dba is not None and each.dba.method not in GRAPH_METHODS
+                     and "hops" not in dict(each.dba.params)]
         return max((method_of(setting, dba=True).depth(setting.k) for setting in settings), default=1)

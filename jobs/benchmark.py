@@ -1,6 +1,8 @@
 """Measure every method on every data set of a run, with tables, figures and a page to look at."""
 
 import json as json_format
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jobs.console import command, print_json, progress_bar, run, screen, show_table
+from lattqe.benchmark.presets import PRESETS, Options, preset_run
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
@@ -19,13 +22,22 @@ if TYPE_CHECKING:
 
 def main(
     spec: Annotated[str, typer.Argument(metavar="RUN.toml", help="What to measure: a TOML file, or a preset: "
-                                                                 "revisited, photos or synthetic.")],
+                                                                 f"{', '.join(PRESETS)}.")],
     to: Annotated[str, typer.Option("--to", help="The run's folder: cells, graphs, results and report.")],
     data: Annotated[str | None, typer.Option(help="Where a preset's data lie.")] = None,
     model: Annotated[str | None, typer.Option(help="The trained model for a preset.")] = None,
     ablations: Annotated[str | None, typer.Option(help="Table 2 for a preset: the folder of a finished lattqe ablate."
                                                   )] = None,
-    columns: Annotated[int | None, typer.Option(min=1, help="Columns of the photos preset. [default: 128]")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Measure this method alone, beside no expansion; may be "
+                                                        "repeated.")] = None,
+    columns: Annotated[list[int] | None, typer.Option(min=1, help="Columns of the photos (photos: 128; density: 128 "
+                                                                  "and 512, may be repeated).")] = None,
+    features: Annotated[list[str] | None, typer.Option(help="Density: a labelled feature set of your own; may be "
+                                                            "repeated, each is the others' distractors.")] = None,
+    queries: Annotated[list[str] | None, typer.Option(help="Density: labelled queries, one for each --features; "
+                                                           "without any, some images are held out.")] = None,
+    relevant: Annotated[list[int] | None, typer.Option(min=0, help="Density: relevant images, 0 for all (1, 2, 4, 8, "
+                                                                   "16 and 0); may be repeated.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Ray workers. [default: one for each GPU, or CPU; none "
                                                             "for few rows]")] = None,
     shards: Annotated[int | None, typer.Option(min=1, help="Shards of an index. [default: by rows]")] = None,
@@ -37,35 +49,76 @@ def main(
     Example: lattqe benchmark run.toml --to results
     """
     from cluster.session import ray_session
-    from lattqe.benchmark.presets import PRESETS, Options, preset_run
+    from lattqe.benchmark.density import gains
+    from lattqe.benchmark.results import assemble
     from lattqe.benchmark.runfile import load_run
     from lattqe.benchmark.spec import trained_ablations
+    from lattqe.report import density_csv, render_density, render_page, to_csv
 
+    lists, cells = (columns, features, queries, relevant), None
     if spec in PRESETS:
-        chosen = preset_run(spec, Options(to, data, model, columns))
+        options = Options(to.rstrip("/"), data, model, tuple(columns or ()) or None, tuple(features or ()) or None,
+                          tuple(queries or ()) or None, tuple(relevant or ()) or None)
+        chosen = preset_run(spec, options)
         if ablations is not None:
             chosen = replace(chosen, ablations=trained_ablations(ablations))
-    elif any(given is not None for given in (data, model, columns, ablations)):
-        raise LattqeError("--data, --model, --ablations and --columns belong to presets: a TOML file names its data "
-                          "and models")
+        make_cells = PRESETS[spec].cells
+        cells = make_cells(options) if make_cells is not None else None
+    elif any(given for given in (data, model, ablations, *lists)):
+        raise LattqeError("--data, --model, --ablations, --columns, --features, --queries and --relevant belong to "
+                          "presets: a TOML file names its data and models")
     else:
         chosen = load_run(spec)
-    with ray_session(address):
-        results = measure_run(chosen, to, workers, shards)
-    report = publish(results, to)
+    chosen = selected(chosen, only or [])
+    bench = measured(chosen, to, workers, shards, partial(ray_session, address))
+    if cells is None:
+        results = assemble(chosen, bench, facts(chosen, bench))
+        report = publish(results, to, render_page, to_csv)
+    else:
+        results = {**gains(chosen, cells, bench), **facts(chosen, bench)}
+        report = publish(results, to, render_density, density_csv)
     if json:
         print_json(results)
-    print_results(results)
+    (print_results if cells is None else print_density)(results)
     screen.print(f"report: {report}", markup=False, soft_wrap=True)
 
 
-def measure_run(chosen: "Run", to: str, workers: int | None = None, shards: int | None = None) -> dict[str, Any]:
+def selected(chosen: "Run", only: list[str]) -> "Run":
+    """The run with some of its methods."""
+    known = [each.method for each in chosen.entries]
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        raise LattqeError(f"--only {unknown[0]}: the run has no such method: use one of "
+                          f"{', '.join(dict.fromkeys(known))}")
+    if not only:
+        return chosen
+    return replace(chosen, methods=tuple(each for each in chosen.methods if each.method in only),
+                   graph_methods=tuple(each for each in chosen.graph_methods if each.method in only))
+
+
+def measure_run(chosen: "Run", to: str, workers: int | None = None, shards: int | None = None,
+                start_ray: Callable[[], AbstractContextManager[Any]] = nullcontext) -> dict[str, Any]:
     """Fill the missing cells of a run and assemble its results."""
-    from cluster.benchmarking import Bench
     from lattqe.benchmark.results import assemble
+
+    bench = measured(chosen, to, workers, shards, start_ray)
+    return assemble(chosen, bench, facts(chosen, bench))
+
+
+def measured(chosen: "Run", to: str, workers: int | None, shards: int | None,
+             start_ray: Callable[[], AbstractContextManager[Any]]) -> "Bench":
+    """Fill the missing cells of a run; Ray starts where something is too large for this process."""
+    from cluster.benchmarking import Bench
 
     bench = Bench(chosen, to, workers, shards)
     show_plan(chosen, bench)
+    with start_ray() if bench.needs_ray() else nullcontext():
+        fill(chosen, bench)
+    return bench
+
+
+def fill(chosen: "Run", bench: "Bench") -> None:
+    """Measure what is missing, with a bar; warn early where the features are not what they should be."""
     warned = False
     while cells := bench.cells_to_do():
         with progress_bar("cells", len(cells)) as bar:
@@ -74,7 +127,6 @@ def measure_run(chosen: "Run", to: str, workers: int | None = None, shards: int 
         if not warned:  # after the first step, which is no expansion: before hours go into the rest
             warned = True
             warn(golden_warnings(chosen, bench))
-    return assemble(chosen, bench, facts(chosen, bench))
 
 
 def show_plan(chosen: "Run", bench: "Bench") -> None:
@@ -84,7 +136,7 @@ def show_plan(chosen: "Run", bench: "Bench") -> None:
                                for name, opened in bench.inputs.items()),
         "distractors": ", ".join(f"{dataset}+{name} ({features.rows:,} rows)"
                                  for (dataset, name), features in bench.distractors.items()) or "none",
-        "methods": ", ".join(method.label for method in chosen.methods)})
+        "methods": ", ".join(method.label for method in chosen.entries)})
 
 
 def golden_warnings(chosen: "Run", bench: "Bench") -> list[str]:
@@ -115,15 +167,16 @@ def facts(chosen: "Run", bench: "Bench") -> dict[str, Any]:
             "warnings": golden_warnings(chosen, bench), "published": paper}
 
 
-def publish(results: dict[str, Any], to: str) -> str:
+def publish(results: dict[str, Any], to: str, page: Callable[[Any], str] | None = None,
+            table: Callable[[Any], str] | None = None) -> str:
     """Write results.json (in the order of the tables), results.csv and report.html; the page last, and its address."""
     from lattqe.report import render_page, to_csv
     from lattqe.store import open_place
 
     place = open_place(to)
     place.write("results.json", json_format.dumps(results, indent=1, allow_nan=False).encode())
-    place.write("results.csv", to_csv(results).encode())
-    place.write("report.html", render_page(results).encode())
+    place.write("results.csv", (table or to_csv)(results).encode())
+    place.write("report.html", (page or render_page)(results).encode())
     return f"{to.rstrip('/')}/report.html"
 
 
@@ -144,6 +197,20 @@ def print_results(results: dict[str, Any]) -> None:
         detail = f" ({finding['detail']})" if finding["detail"] else ""
         screen.print(f"{mark} {shown(finding['claim'] + detail)}")
     warn(results["warnings"])
+
+
+def print_density(results: dict[str, Any]) -> None:
+    """Show for each density what the model gains, beside the best rival tuned for it, and say what that means."""
+    from lattqe.report import density_text
+
+    for title, (heading, *rows), verdict in density_text(results):
+        table = Table(box=None, padding=(0, 1), header_style="bold", title=shown(title), title_justify="left")
+        for number, name in enumerate(heading):
+            table.add_column(shown(name), justify="left" if number == 0 else "right")
+        for row in rows:
+            table.add_row(*map(shown, row))
+        screen.print(table)
+        screen.print(shown(verdict) + "\n")
 
 
 def shown(text: str) -> str:

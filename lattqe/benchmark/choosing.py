@@ -1,7 +1,7 @@
 """Which cells a run needs, in which order, and which setting of each method its table shows."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,6 +25,10 @@ class Row:
     pipeline: Pipeline
     choose: str
     tried: tuple[Pipeline, ...]  # what it was chosen from, all of it measured on the sets that decided
+
+    def with_pipeline(self, pipeline: Pipeline) -> "Row":
+        """The same line with another setting."""
+        return replace(self, pipeline=pipeline)
 
     def cell(self, dataset: Dataset, distractors: str | None = None) -> Cell:
         """The cell of this row for a data set."""

@@ -43,8 +43,8 @@ class Inputs:
         return cls(database, queries, gnd.truth, xxhash.xxh3_128_hexdigest(canonical_json(content)))
 
 
-def own_rows(name: str, database: FeatureSet, queries: FeatureSet) -> np.ndarray | None:
-    """Which row each query is (nq,), where the queries are rows of the database: they must not find themselves.
+def rows_of_queries(database: FeatureSet, queries: FeatureSet) -> np.ndarray:
+    """The row (nq,) of each query that is in the database, -1 for the others.
 
     A query is a row that has its id and its vector; sets whose ids are mere numbers share ids without being the same.
     """
@@ -52,8 +52,14 @@ def own_rows(name: str, database: FeatureSet, queries: FeatureSet) -> np.ndarray
     rows = np.array([place.get(identity, -1) for identity in queries.ids()], dtype=np.int64)
     named = np.flatnonzero(rows >= 0)
     if len(named):
-        asked, stored = queries.read()[named], database.read()[rows[named]]
+        asked, stored = queries.read()[named], database.gather(rows[named])
         rows[named[np.any(asked != stored, axis=1)]] = -1
+    return rows
+
+
+def own_rows(name: str, database: FeatureSet, queries: FeatureSet) -> np.ndarray | None:
+    """Which row each query is (nq,), where the queries are rows of the database: they must not find themselves."""
+    rows = rows_of_queries(database, queries)
     inside = int((rows >= 0).sum())
     if 0 < inside < len(rows):
         raise LattqeError(f"{name}: {inside} of the {len(rows)} queries of {queries.uri} are also in {database.uri}: "

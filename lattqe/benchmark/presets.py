@@ -2,10 +2,19 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lattqe.benchmark.density import (
+    RELEVANT,
+    DensityCell,
+    density_run,
+    load_own_set,
+    load_photo_sets,
+    make_cells,
+)
 from lattqe.benchmark.spec import (
     Candidate,
     Dataset,
@@ -17,6 +26,7 @@ from lattqe.benchmark.spec import (
     as_trained,
     graph_candidate,
     tuned,
+    with_hops,
 )
 from lattqe.datasets import photos
 from lattqe.datasets.prepare import Report, store, store_synthetic
@@ -25,8 +35,10 @@ from lattqe.datasets.synthetic import SyntheticWorld
 from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS
 from lattqe.store import FeatureSet, FeatureWriter, open_place
+from lattqe.store.models import model_address
 
 PHOTO_COLUMNS = 128  # trains in minutes on two cores
+DENSITY_COLUMNS = (128, 512)
 # nDBA and the nQE with it for classes of fifty and more images, where augmentation is worth more neighbors.
 PHOTO_DBA = {"aqe": ((4, 8, 12), (2, 4, 8)), "aqewd": ((8, 12, 16, 24, 36), (8, 12, 16, 24)),
              "dqe": ((4, 8, 12), (4, 8, 12)), "alphaqe": ((8, 16, 24, 36), (8, 16, 24))}
@@ -39,16 +51,23 @@ class Options:
     folder: str
     data: str | None = None
     model: str | None = None
-    columns: int | None = None
+    columns: tuple[int, ...] | None = None
+    features: tuple[str, ...] | None = None
+    queries: tuple[str, ...] | None = None
+    relevant: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A run that has a name: a line for its help, the options it takes, and how it is made."""
+    """A run that has a name: a line for its help, the options it takes, and how it is made.
+
+    What `density` says of its run is not what the others say: `cells` are the data sets that its report speaks of.
+    """
 
     line: str
     takes: tuple[str, ...]
     make: Callable[[Options], Run]
+    cells: Callable[[Options], list[DensityCell]] | None = None
 
 
 def competitors() -> list[Candidate]:
@@ -78,14 +97,13 @@ def graph_rivals() -> tuple[GraphCandidate, ...]:
 
 
 def all_methods(model: str | None, others: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """The competitors and, where there is a model, LAttQE with the numbers its training chose."""
-    return (*others, *([as_trained(model)] if model is not None else []))
+    """The competitors and LAttQE with the numbers its training chose; the model that ships where none is named."""
+    return (*others, as_trained(model_address(model)))
 
 
 def photo_sets(data: str | None, folder: str, columns: int) -> tuple[list[Dataset], list[Distractors]]:
     """The test splits of the photographs as feature sets, each with the other three as its distractors."""
-    given = Path(data) if data is not None else None
-    source = photos.photos_folder(given / "photos" if given is not None and (given / "photos").is_dir() else given)
+    source = photos.photos_in(data)
     prefix = f"{folder}/features/{columns}"
     datasets, distractors = [], []
     for name in photos.SETS:
@@ -113,9 +131,13 @@ def unlabelled(uri: str, sets: Sequence[FeatureSet], source: dict[str, object]) 
 
 def photos_run(options: Options) -> Run:
     """Four sets of photographs, each also with the other three as distractors; the first columns of the vectors."""
-    datasets, distractors = photo_sets(options.data, options.folder, options.columns or PHOTO_COLUMNS)
+    columns = options.columns or (PHOTO_COLUMNS,)
+    if len(columns) > 1:
+        raise LattqeError(f"the photos preset measures one width at a time, not {len(columns)}: give one --columns")
+    datasets, distractors = photo_sets(options.data, options.folder, columns[0])
     return Run("Photographs: birds, cars, groceries, objects", tuple(datasets),
-               all_methods(options.model, photo_competitors()), tuple(distractors), graph_methods=graph_rivals())
+               all_methods(options.model, photo_competitors()), tuple(distractors),
+               graph_methods=(*graph_rivals(), *with_hops(model_address(options.model))))
 
 
 def synthetic_run(folder: str, methods: tuple[Candidate, ...], world: SyntheticWorld | None = None) -> Run:
@@ -151,19 +173,43 @@ def revisited_run(options: Options) -> Run:
                (Distractors("r1m", f"{data}/r1m"),) if there else (), published=True)
 
 
+@lru_cache(maxsize=1)  # the run and its report ask for the same ones
+def density_cells(options: Options) -> list[DensityCell]:
+    """The photographs, or a user's own labelled sets, cut to all densities."""
+    if options.features is None:
+        if options.queries is not None:
+            raise LattqeError("--queries belong to --features: name both")
+        sets = [one for columns in options.columns or DENSITY_COLUMNS for one in load_photo_sets(options.data, columns)]
+    elif options.data is not None or options.columns is not None:
+        raise LattqeError("--features are sets of your own, used whole: leave --data and --columns out")
+    else:
+        queries: tuple[str | None, ...] = options.queries or (None,) * len(options.features)
+        if len(queries) != len(options.features):
+            raise LattqeError(f"{len(queries)} --queries for {len(options.features)} --features: give one for each, or "
+                              "none to hold some images out")
+        sets = [load_own_set(features, asked) for features, asked in zip(options.features, queries)]
+        names = [one.name for one in sets]
+        if len(set(names)) < len(names):
+            raise LattqeError(f"two of the --features end in the same name ({', '.join(names)}): rename one folder")
+    return make_cells(sets, options.folder, options.relevant or RELEVANT)
+
+
 PRESETS: dict[str, Preset] = {
     "revisited": Preset("Revisited Oxford and Paris, for those who have the features", ("data", "model"),
                         revisited_run),
     "photos": Preset("four sets of photographs", ("data", "model", "columns"), photos_run),
     "synthetic": Preset("synthetic landmarks, made on the spot", ("model",), lambda options: synthetic_run(
         options.folder, all_methods(options.model, competitors()))),
+    "density": Preset("will it help my collection? Labelled sets cut to 1, 2, 4, 8, 16 and all relevant images",
+                      ("data", "model", "columns", "features", "queries", "relevant"),
+                      lambda options: density_run(density_cells(options), model_address(options.model)), density_cells),
 }
 
 
 def preset_run(name: str, options: Options) -> Run:
     """The run of a preset; data that it makes or cuts go to `folder`/features. Options it does not take are refused."""
     preset = PRESETS[name]
-    for option in ("data", "model", "columns"):
+    for option in (each.name for each in fields(options) if each.name != "folder"):
         if getattr(options, option) is not None and option not in preset.takes:
             having = [other for other, each in PRESETS.items() if option in each.takes]
             raise LattqeError(f"the preset {name} takes no --{option}, which belongs to {', '.join(having)}: leave it "

@@ -47,7 +47,7 @@ def _mean(values: Mapping[str, Mapping[str, float]]) -> float:
     return float(np.mean([value for setups in values.values() for value in setups.values()]))
 
 
-def _steps(pipeline: Pipeline) -> dict[str, Any]:
+def describe_steps(pipeline: Pipeline) -> dict[str, Any]:
     """{"dba": ..., "qe": ..., "rank": ...}, None where there is nothing to do."""
     steps = {"dba": pipeline.dba, "qe": pipeline.qe, "rank": pipeline.rank}
     return {name: step.to_dict() if step else None for name, step in steps.items()}
@@ -63,7 +63,7 @@ def table3(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]
         precision = {name: {one.setup: {str(k): 100 * float(value) for k, value in zip(one.ks, one.mean_precision)}
                             for one in found} for name, found in scores.items()}
         lines.append({"kind": row.kind, "method": row.method, "label": row.label, "choose": row.choose,
-                      **_steps(row.pipeline),
+                      **describe_steps(row.pipeline),
                       "map": values, "precision": precision, "mean": _mean(values),
                       "cells": {name: source.key(cell) for name, cell in cells.items()}})
     return lines
@@ -102,18 +102,18 @@ def everything(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, 
     lines = []
     tested = run.datasets_of("test")
     for row in rows:
-        values = {dataset.name: _tried(dataset, (row.pipeline,), source)[0] for dataset in tested}
-        best = {dataset.name: _tried(dataset, row.tried, source) for dataset in tested}
+        values = {dataset.name: tried_on(dataset, (row.pipeline,), source)[0] for dataset in tested}
+        best = {dataset.name: tried_on(dataset, row.tried, source) for dataset in tested}
         lines.append({"kind": row.kind, "method": row.method, "label": row.label, "choose": row.choose,
-                      **_steps(row.pipeline), "map": values, "mean": float(np.mean(list(values.values()))),
+                      **describe_steps(row.pipeline), "map": values, "mean": float(np.mean(list(values.values()))),
                       "tried": len(row.tried), "tuned": {name: found[0] for name, found in best.items()},
                       "tuned_mean": float(np.mean([found[0] for found in best.values()])),
-                      "tuned_settings": {name: _steps(found[1]) for name, found in best.items()},
+                      "tuned_settings": {name: describe_steps(found[1]) for name, found in best.items()},
                       **_per_million(row, tested, source)})
     return lines
 
 
-def _tried(dataset: Dataset, pipelines: Sequence[Pipeline], source: Source) -> tuple[float, Pipeline]:
+def tried_on(dataset: Dataset, pipelines: Sequence[Pipeline], source: Source) -> tuple[float, Pipeline]:
     """The best of some pipelines on one set, mean over its setups in percent; the first of equals."""
     found = [(100 * float(np.mean([one.mean_ap for one in reported(source.lookup(cell_of(dataset, each)).scores)])),
               each) for each in pipelines]

@@ -75,15 +75,14 @@ def _check_run(run: Run, where: str) -> None:
         raise LattqeError(f"{where}: no [[dataset]] with role 'test': there is nothing to measure")
     if not run.methods and not run.graph_methods:
         raise LattqeError(f"{where}: no [[method]]: there is nothing to compare")
-    methods: list[Candidate | GraphCandidate] = [*run.methods, *run.graph_methods]
-    if any(method.choose == "validation" for method in methods) and not run.datasets_of("validation"):
+    if any(method.choose == "validation" for method in run.entries) and not run.datasets_of("validation"):
         raise LattqeError(f"{where}: a method is chosen on validation, but no [[dataset]] has role 'validation'")
     names = [dataset.name for dataset in run.datasets]
     for each in run.distractors:
         if each.of is not None and each.of not in names:
             raise LattqeError(f"{where}: distractors {each.name!r} are of {each.of!r}, which is no [[dataset]]")
     columns = [f"{dataset.name}+{distractors}" for dataset, distractors in run.columns()]
-    for kind, found in (("dataset", names), ("distractors", columns), ("method", [one.label for one in methods]),
+    for kind, found in (("dataset", names), ("distractors", columns), ("method", [one.label for one in run.entries]),
                         ("ablation", [one.label for one in run.ablations])):
         twice = sorted({name for name in found if found.count(name) > 1})
         if twice:

@@ -183,6 +183,11 @@ class Run:
     bootstrap: int = 10_000
     graph_methods: tuple[GraphCandidate, ...] = ()
 
+    @property
+    def entries(self) -> list[Candidate | GraphCandidate]:
+        """All that is compared, in order."""
+        return [*self.methods, *self.graph_methods]
+
     def datasets_of(self, role: str) -> list[Dataset]:
         """The datasets that are tested, or that choose parameters."""
         return [dataset for dataset in self.datasets if dataset.role == role]
@@ -200,7 +205,7 @@ class Run:
 def chosen_neighbors(model: str) -> dict[str, int]:
     """The nQE, nDBA and nQE with DBA that training chose on its validation sets and stored with the model."""
     metrics: dict[str, Any] = load_model(model)[2]
-    chosen = metrics.get("chosen", {})
+    chosen = metrics.get("chosen", metrics)
     if not all(isinstance(chosen.get(name), int) and chosen[name] > 0 for name in NUMBERS):
         raise LattqeError(f"{model} does not say which numbers of neighbors its training chose: give nqe, ndba and "
                           "nqe_with_dba yourself")
@@ -212,6 +217,17 @@ def as_trained(model: str, label: str = METHODS["lattqe"].label, method: str = "
     chosen = chosen_neighbors(model)
     return Candidate(method, label, "model", (chosen["nqe"],), (chosen["ndba"],), (chosen["nqe_with_dba"],),
                      {"model": (model,)})
+
+
+def with_hops(model: str, method: str = "lattqe") -> tuple[GraphCandidate, ...]:
+    """A learned method whose augmentation flows on over the graph, as often as training chose; () where it did not."""
+    chosen, hops = chosen_neighbors(model), load_model(model)[2].get("hops", 1)
+    if not isinstance(hops, int) or hops < 2:
+        return ()
+    of = METHODS[method]
+    rows = Setting(method, chosen["ndba"], (("hops", hops), ("model", model)))
+    queries = Setting(method, chosen["nqe_with_dba"], (("model", model),))
+    return (GraphCandidate(method, f"{of.dba_label}, {hops} hops + {of.label}", "model", (Pipeline(rows, queries),)),)
 
 
 def trained_ablations(folder: str) -> tuple[Ablation, ...]:

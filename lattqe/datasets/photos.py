@@ -58,6 +58,13 @@ def photos_folder(folder: str | Path | None = None) -> Path:
     return folder
 
 
+def photos_in(data: str | Path | None) -> Path:
+    """The photographs in a folder, or in `photos` below it; None: where LATTQE_DATA says."""
+    if data is not None and (Path(data) / "photos").is_dir():
+        data = Path(data) / "photos"
+    return photos_folder(data)
+
+
 def load_photos(
     name: str, split: str, folder: str | Path | None = None, *, columns: int | None = None
 ) -> PhotoSplit:

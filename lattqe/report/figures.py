@@ -118,3 +118,32 @@ def query_gains(title: str, gains: Sequence[tuple[str, str, Sequence[float]]]) -
         axis.set(title=title, xlabel="queries, best gain first (%)", ylabel="gain in AP (points)")
         axis.legend(fontsize=7)
         return to_svg(figure)
+
+
+def density_gains(title: str, groups: Sequence[Mapping[str, Any]]) -> str:
+    """Gain in mAP over no expansion for each number of relevant images; learned rows with their intervals."""
+    with plt.rc_context(STYLE):
+        figure, axis = _draw((7.2, 3.8))
+        places = range(len(groups))
+        plain = [group["lines"][0]["one"] for group in groups]
+        for number, line in enumerate(groups[0]["lines"]):
+            if line["method"] == "none":
+                continue
+            ours = is_learned(line["method"])
+            values = [group["lines"][number]["one"] - none for group, none in zip(groups, plain)]
+            dashes = "-" if line["kind"] == "qe" else "--" if line["kind"] == "dba+qe" else ":"
+            axis.plot(places, values, color=colour(line["method"]), marker=marker(line["method"]), linestyle=dashes,
+                      markersize=7 if ours else 3.5, linewidth=2 if ours else 1.1, label=line["label"])
+            if ours:
+                sure = [next(one for one in group["intervals"] if one["after"] == line["label"]
+                             and one["before"] == "no expansion") for group in groups]
+                axis.fill_between(places, [one["low"] for one in sure], [one["high"] for one in sure],
+                                  color=colour(line["method"]), alpha=0.12, linewidth=0)
+        best = [max(other["tuned"] for other in group["lines"] if not is_learned(other["method"])) - none
+                for group, none in zip(groups, plain)]
+        axis.plot(places, best, color=GREY, linewidth=1, marker="_", label="best rival, tuned for each set")
+        axis.axhline(0, color="black", linewidth=0.8)
+        axis.set_xticks(places, [str(group["relevant"] or "all") for group in groups])
+        axis.set(title=title, xlabel="relevant images for each query", ylabel="gain in mAP (points)")
+        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return to_svg(figure)

@@ -49,6 +49,7 @@ def setting_parts(row: Mapping[str, Any]) -> dict[str, str]:
         known = of.parameters()
         first = next(iter(known.values())).symbol if step["method"] in GRAPH_METHODS else name
         parts[first] = str(step["k"])
+        parts |= {"hops": str(step["hops"])} if "hops" in step else {}
         parts |= {known[key].symbol: f"{value:g}" for key, value in step.items()
                   if key in known and not known[key].address and (name != "nDBA" or step["method"] in GRAPH_METHODS)}
     return parts

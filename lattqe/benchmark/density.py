@@ -1,0 +1,212 @@
+"""Will it help my collection? The same sets cut to 1, 2, 4, 8, 16 and all relevant images, alone and among distractors.
+
+What decides whether an expansion helps is how many of a query's nearest rows are right. Each labelled set is cut to m
+images of every class (drawn by a fixed seed; queries are apart), with and without the other sets' rows as distractors,
+at several widths. Every rival has its one best setting over all cells and is also tuned for each cell; the model has
+the one setting that ships with it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lattqe.benchmark.choosing import Row, choose_rows, reported
+from lattqe.benchmark.inputs import rows_of_queries
+from lattqe.benchmark.results import Source, describe_steps, tried_on
+from lattqe.benchmark.spec import (
+    Candidate,
+    Dataset,
+    GraphCandidate,
+    Pipeline,
+    Run,
+    Setting,
+    as_trained,
+    graph_candidate,
+    is_learned,
+    with_hops,
+)
+from lattqe.datasets import photos
+from lattqe.datasets.prepare import store
+from lattqe.errors import LattqeError
+from lattqe.evaluation import paired_bootstrap
+from lattqe.expansion import METHODS
+from lattqe.store import FeatureSet
+from lattqe.store.features import comparable_labels
+
+RELEVANT = (1, 2, 4, 8, 16, 0)  # images of each class in the database; 0: all
+SEED = 0
+MOST_QUERIES = 500  # held out where a set has none of its own
+
+
+@dataclass(frozen=True)
+class LabelledSet:
+    """A database xb (n, D) with labels (n,) and ids, queries xq (nq, D) with labels and ids; labels from 0."""
+
+    name: str
+    xb: np.ndarray
+    labels: np.ndarray
+    ids: list[str]
+    xq: np.ndarray
+    query_labels: np.ndarray
+    query_ids: list[str]
+
+
+@dataclass(frozen=True)
+class DensityCell:
+    """One data set of the grid: which set, how many columns, how many relevant images (0: all), distractors or not."""
+
+    dataset: Dataset
+    source: str
+    columns: int
+    relevant: int
+    crowded: bool
+
+    @property
+    def group(self) -> tuple[int, bool, int]:
+        """What its mean is taken over: cells of all sets alike."""
+        return self.columns, self.crowded, self.relevant
+
+
+def load_photo_sets(data: str | None, columns: int) -> list[LabelledSet]:
+    """The test splits of the photographs."""
+    splits = [photos.load_photos(name, "test", photos.photos_in(data), columns=columns) for name in photos.SETS]
+    return [LabelledSet(one.name, one.xb, one.labels, one.ids, one.xq, one.query_labels, one.query_ids)
+            for one in splits]
+
+
+def load_own_set(features: str, queries: str | None) -> LabelledSet:
+    """A user's labelled features; without queries, one image of each class that has two asks for the others."""
+    stored = FeatureSet.open(features)
+    asked = FeatureSet.open(queries) if queries is not None else None
+    for one in (stored, asked):
+        if one is not None and not one.has_labels:
+            raise LattqeError(f"{one.uri} has no labels: which images are relevant? Import them with --labels")
+    name = stored.uri.rstrip("/").rsplit("/", 1)[-1]
+    xb, ids = stored.read().astype(np.float32), stored.ids()
+    if asked is not None:
+        if asked.dim != stored.dim:
+            raise LattqeError(f"{asked.uri} has {asked.dim} columns, {stored.uri} has {stored.dim}: extract both alike")
+        labels, query_labels = comparable_labels(stored, asked)
+        kept = np.setdiff1d(np.arange(stored.rows), rows_of_queries(stored, asked))  # queries leave the database
+        return LabelledSet(name, xb[kept], labels[kept], [ids[row] for row in kept], asked.read().astype(np.float32),
+                           query_labels, asked.ids())
+    labels = stored.labels()
+    order = np.random.default_rng(SEED).permutation(len(labels))
+    classes, first, counts = np.unique(labels[order], return_index=True, return_counts=True)
+    held = np.sort(order[first[(counts > 1) & (classes >= 0)]][:MOST_QUERIES])
+    if not len(held):
+        raise LattqeError(f"{stored.uri}: no two images have the same label: there is nothing to find")
+    rest = np.setdiff1d(np.arange(len(labels)), held)
+    return LabelledSet(name, xb[rest], labels[rest], [ids[row] for row in rest], xb[held], labels[held],
+                       [ids[row] for row in held])
+
+
+def cut(one: LabelledSet, relevant: int, seed: int = SEED) -> np.ndarray:
+    """The rows that stay (n,), ascending: `relevant` of each class drawn by the seed, or all of a smaller class."""
+    if relevant == 0:
+        return np.arange(len(one.labels))
+    order = np.random.default_rng(seed).permutation(len(one.labels))
+    sorted_by_class = order[np.argsort(one.labels[order], kind="stable")]
+    labels = one.labels[sorted_by_class]
+    place = np.arange(len(labels)) - np.searchsorted(labels, labels)
+    return np.sort(sorted_by_class[place < relevant])
+
+
+def make_cells(sets: Sequence[LabelledSet], folder: str, relevant: Sequence[int] = RELEVANT) -> list[DensityCell]:
+    """Cut all sets and store them; distractors are the other sets' rows, with the label -1, which is nobody's."""
+    cells = []
+    for one in sets:
+        columns = one.xb.shape[1]
+        base = f"{folder.rstrip('/')}/features/{columns}"
+        origin: dict[str, object] = {"density": one.name, "columns": columns, "seed": SEED}
+        asked = [(one.xq, one.query_ids, one.query_labels)]
+        queries = store(f"{base}/{one.name}-queries", asked, columns, origin)
+        others = [other for other in sets if other is not one and other.xb.shape[1] == columns]
+        for m in relevant:
+            rows = cut(one, m)
+            own = (one.xb[rows], [one.ids[row] for row in rows], one.labels[rows])
+            for crowded in (False, True) if others else (False,):
+                more = [(other.xb, [f"{other.name}/{each}" for each in other.ids],
+                         np.full(len(other.xb), -1, dtype=np.int32)) for other in others] if crowded else []
+                name = f"{one.name}-{columns}-{m or 'all'}{'-crowded' if crowded else ''}"
+                database = store(f"{base}/{name}", [own, *more], columns,
+                                 {**origin, "relevant": m, "distractors": crowded})
+                cells.append(DensityCell(Dataset(name, database.uri, queries.uri), one.name, columns, m, crowded))
+    return cells
+
+
+def rivals() -> tuple[tuple[Candidate, ...], tuple[GraphCandidate, ...]]:
+    """Every method without learning over a small grid that reaches from sparse to dense; diffusion and propagation."""
+    grids: dict[str, tuple[int, ...]] = {"aqe": (1, 2, 4, 8), "aqewd": (2, 3, 5, 8, 16), "alphaqe": (4, 10, 36),
+                                         "dqe": (2, 8)}
+    pairs = {"aqewd": ((4, 12, 24), (4, 12))}
+    plain = [Candidate(name, of.label, "test", grids.get(name, of.tries_k), *pairs.get(name, ((), ())))
+             for name, of in METHODS.items() if not of.learned]
+    decay = METHODS["aqewd"]
+    before = Pipeline(Setting("aqewd", 12), Setting("aqewd", 8))
+    return tuple(plain), (
+        graph_candidate("diffusion", "test", kq=(2, 5), kd=(5, 20), gamma=(3.0,), alpha=(0.9, 0.99)),
+        graph_candidate("diffusion", "test", f"{decay.dba_label} + {decay.label} + diffusion", before, kq=(10,),
+                        kd=(20,), gamma=(6.0,), alpha=(0.9,)),
+        graph_candidate("propagation", "test", f"propagation + {decay.label}", Pipeline(qe=Setting("aqewd", 12)),
+                        k=(4, 10), hops=(1, 8)))
+
+
+def density_run(cells: Sequence[DensityCell], model: str) -> Run:
+    """Everything on every cell; the model with the setting that it was trained for."""
+    plain, graph = rivals()
+    return Run("Will it help? Gain over density", tuple(cell.dataset for cell in cells), (*plain, as_trained(model)),
+               nqe_sweep=(), bootstrap=2_000, graph_methods=(*graph, *with_hops(model)))
+
+
+def gains(run: Run, cells: Sequence[DensityCell], source: Source) -> dict[str, Any]:
+    """For each group of cells the mean mAP of every row with one setting and tuned for each cell, and what is sure.
+
+    `intervals`: the gain of what is learned over no expansion, and over the best rival tuned for these cells.
+    """
+    rows = choose_rows(run, source.lookup)
+    groups = []
+    for group in dict.fromkeys(cell.group for cell in cells):
+        mine = [cell for cell in cells if cell.group == group]
+        lines = [_line(row, mine, source) for row in rows]
+        best = max((line for line in lines if not is_learned(line["method"]) and line["method"] != "none"),
+                   key=lambda line: line["tuned"])
+        intervals = []
+        for row in (row for row in rows if is_learned(row.method)):
+            for against, label, setting in ((rows[0], "no expansion", "one setting"),
+                                            (rows[lines.index(best)], best["label"], "tuned for each set")):
+                intervals.append({"after": row.label, "before": label, "before_setting": setting,
+                                  **_interval(run, mine, row, against, setting != "one setting", source)})
+        groups.append({"columns": group[0], "crowded": group[1], "relevant": group[2], "sets": len(mine),
+                       "rows": int(np.mean([source.sizes(cell.dataset.name)[0] for cell in mine])),
+                       "lines": lines, "best_rival": best["label"], "intervals": intervals})
+    return {"title": run.title, "groups": groups,
+            "settings": [{"label": row.label, "kind": row.kind, "method": row.method, "choose": row.choose,
+                          **describe_steps(row.pipeline)} for row in rows],
+            "cells": [{"name": cell.dataset.name, "set": cell.source, "columns": cell.columns,
+                       "relevant": cell.relevant, "crowded": cell.crowded,
+                       "map": {row.label: tried_on(cell.dataset, (row.pipeline,), source)[0] for row in rows}}
+                      for cell in cells]}
+
+
+def _line(row: Row, cells: Sequence[DensityCell], source: Source) -> dict[str, Any]:
+    one = [tried_on(cell.dataset, (row.pipeline,), source)[0] for cell in cells]
+    tuned = [tried_on(cell.dataset, row.tried, source)[0] for cell in cells]
+    return {"label": row.label, "kind": row.kind, "method": row.method, "one": float(np.mean(one)),
+            "tuned": float(np.mean(tuned))}
+
+
+def _interval(run: Run, cells: Sequence[DensityCell], after: Row, before: Row, tuned: bool,
+              source: Source) -> dict[str, Any]:
+    """Paired bootstrap over the queries of all sets, in percent."""
+    sides: list[list[Any]] = [[], []]
+    for cell in cells:
+        pipeline = tried_on(cell.dataset, before.tried, source)[1] if tuned else before.pipeline
+        for side, row, chosen in ((0, before, pipeline), (1, after, after.pipeline)):
+            found = source.lookup(row.with_pipeline(chosen).cell(cell.dataset))
+            sides[side].append(reported(found.scores))
+    content = paired_bootstrap(sides[0], sides[1], samples=run.bootstrap).to_dict()
+    return {name: 100 * content[name] for name in ("difference", "low", "high")} | {
+        "significant": content["significant"], "samples": content["samples"]}
