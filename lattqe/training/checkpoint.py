@@ -15,6 +15,7 @@ import xxhash
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import ChangedError, MissingFileError, Place
 
+READS = 3  # of a file that does not match its checksum, before it counts as damaged
 STATE = "_work/state.json"
 Tensors = dict[str, torch.Tensor]
 
@@ -62,11 +63,12 @@ class Checkpoints:
     def tensors(self, state: State, role: str) -> Tensors:
         """The tensors that the state names for a role ("last" or "best"), checksum checked."""
         entry = state.files[role]
-        data = self.place.read(entry["name"])
-        if xxhash.xxh3_128_hexdigest(data) != entry["checksum"]:
-            raise CorruptDataError(f"{self.place.uri}/{entry['name']} is not what was written: delete "
-                                   f"{self.place.uri} and train again")
-        return safetensors.torch.load(data)
+        for _ in range(READS):  # a large one comes in ranges, whose damage on the way only our checksum finds
+            data = self.place.read(entry["name"])
+            if xxhash.xxh3_128_hexdigest(data) == entry["checksum"]:
+                return safetensors.torch.load(data)
+        raise CorruptDataError(f"{self.place.uri}/{entry['name']} is not what was written: delete "
+                               f"{self.place.uri} and train again")
 
     def save(self, state: State, **tensors: Tensors) -> None:
         """Write new tensors for the roles given, then the state that names them, then drop what it replaced."""

@@ -1,7 +1,8 @@
 """The whole training on one worker: both stages, validation, checkpoints, the choice of nQE and nDBA, the model."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -211,7 +212,27 @@ def _learned(network: LAttQE) -> dict[str, float]:
 
 def train(plan: Plan, team: Team | None = None, report: Report = lambda progress: None) -> None:
     """Train on this worker, continuing an earlier run on the same destination; the leader publishes the model."""
-    Training(plan, team or Team(), report).run()
+    with _repeatable():
+        Training(plan, team or Team(), report).run()
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """Let torch add in one order what several threads would add in any: the gradients of rows that are indexed.
+
+    By two threads at once, one in four of such gradients had another last bit than the time before, and so had the
+    weights. Where a device has no such order, torch warns and the weights of two runs may differ in their last bits.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    lenient = torch.is_deterministic_algorithms_warn_only_enabled()
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # for finding bugs; it costs time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=lenient)
+        torch.utils.deterministic.fill_uninitialized_memory = filling
 
 
 __all__ = ["Progress", "State", "Training", "new_network", "train"]

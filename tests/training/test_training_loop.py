@@ -103,6 +103,16 @@ def test_the_second_stage_changes_the_temperature_alone(sets: dict[str, str], tm
     assert changed == ["head.log_temperature"]
 
 
+def test_sums_of_gradients_are_taken_in_one_order(sets: dict[str, str], tmp_path: Path) -> None:
+    """Each update, and only there: with two threads, `world[near]` has another gradient every few times."""
+    seen = []
+    plan = plan_for(sets, tmp_path / "model")
+    train(plan, report=lambda _: seen.append(torch.are_deterministic_algorithms_enabled()))
+    assert len(seen) >= 9
+    assert all(seen)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_the_first_stage_leaves_the_temperature(sets: dict[str, str], tmp_path: Path) -> None:
     plan = plan_for(sets, tmp_path / "model", "temperature_steps=0")
     train(plan)
@@ -174,6 +184,21 @@ def test_a_damaged_checkpoint_is_named(sets: dict[str, str], tmp_path: Path) -> 
     place.write(name, bytes(data))
     with pytest.raises(CorruptDataError, match=name):
         train(plan)
+
+
+def test_a_checkpoint_that_is_damaged_on_its_way_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = open_place(str(tmp_path / "model"))
+    state = State()
+    Checkpoints(place).save(state, last={"weights": torch.arange(1000.0)})
+    read, answers = type(place).read, iter([True, True, False])
+
+    def damage(self: object, name: str) -> bytes:
+        data = bytearray(read(place, name))
+        data[len(data) // 2] ^= next(answers)
+        return bytes(data)
+
+    monkeypatch.setattr(type(place), "read", damage)
+    assert torch.equal(Checkpoints(place).tensors(state, "last")["weights"], torch.arange(1000.0))
 
 
 def test_a_damaged_state_is_named(tmp_path: Path) -> None:
