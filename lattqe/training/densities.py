@@ -23,10 +23,10 @@ from lattqe.training.tuples import Members, draw_k
 WHOLE = 1 << 30  # a class that is not cut
 FEWEST_CLASSES = 6  # a world of fewer has hardly a wrong neighbor to tell from a right one
 FEWEST_ROWS = 400  # of a world, where the set has as many
-ONE_SET = 0.35  # share of the worlds that are made of one set; the others mix two or more
+ONE_SET = 0.45  # share of the worlds that are made of one set; the others mix two or more
 # Shares of the ways in which classes are cut; what is left: a random part of the classes is cut.
-ALL_WHOLE, ONE_SET_CUT, EACH_CUT = 0.25, 0.4, 0.2
-MOST_CUT = 25  # images of a class in worlds where one set is cut
+ALL_WHOLE, ONE_SET_CUT, EACH_CUT = 0.35, 0.35, 0.15
+MOST_CUT = 40  # images of a class in worlds where one set is cut
 WHITENED, NOISY, ROUNDED = 0.2, 0.15, 0.1  # shares of the worlds whose space is altered
 SYNTHETIC_WIDTHS = (64, 128, 256, 512)
 

@@ -31,14 +31,14 @@ PRESETS: dict[str, dict[str, Any]] = {
             "heads": 4, "ffn": 128, "layers": 3, "max_k": 128, "activation": "gelu", "dropout": 0.0,
             "auxiliary": "linear",
         },
-        "steps": 12_000, "batch": 16, "sampler": "densities", "k_min": 16, "k_max": 96, "drop_max": 0.0,
-        "world_rows": 6_000, "hop_every": 4, "accumulate": 4, "positives": 16,
+        "steps": 14_000, "batch": 16, "sampler": "densities", "k_min": 32, "k_max": 128, "drop_max": 0.0,
+        "world_rows": 6_000, "hop_every": 4, "hops": 6, "accumulate": 4, "positives": 16,
         "contrastive": 0.0, "smooth_ap": 1.0, "smooth_ap_spread": 0.15, "auxiliary": 0.2,
         "optimizer": "adamw", "learning_rate": 2e-3, "relation_rate": 20.0, "schedule": "cosine", "warmup": 200,
         "weight_decay": 1e-2, "clip": 1.0, "ema": 0.995, "temperature_steps": 0,
-        "validate_every": 2_000, "checkpoint_every": 200, "validate_k": (64,), "validate_densities": (1, 2, 4, 8, 16),
+        "validate_every": 3_500, "checkpoint_every": 200, "validate_k": (128,), "validate_densities": (1, 2, 4, 8, 16),
         "validate_widths": (128, 512), "validate_queries": 60,
-        "choose_qe": (32, 64, 96), "choose_dba": (32,), "choose_hops": (2, 4, 8),
+        "choose_qe": (64, 128), "choose_dba": (32,), "choose_hops": (4, 8),
     },
     # A relational network small enough for a demonstration: a minute on two cores.
     "demo": {
