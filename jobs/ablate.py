@@ -34,7 +34,7 @@ def main(
     from cluster.session import ray_session
     from lattqe.store import FeatureSet, open_place
     from lattqe.training import preset as configuration
-    from lattqe.training.ablations import variants
+    from lattqe.training.presets import variants
 
     dim = FeatureSet.open(features[0]).dim
     known = variants(configuration(preset, dim, settings))

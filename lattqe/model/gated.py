@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lattqe.model.config import LAttQEConfig
-from lattqe.model.encoder import Stack
+from lattqe.model.encoder import Inputs, Stack
 from lattqe.model.head import Output
-from lattqe.model.tokens import Inputs
 
 CURVE = (1, 2, 4, 8, 16, 32, 64, 128)  # ranks at which the whole list's similarities are read
 FEATURES = 24 + len(CURVE)

@@ -1,6 +1,12 @@
-"""One update's material: queries with their neighbors, and what the losses compare the expanded queries with."""
+"""One update's material: queries with their neighbors, and what the losses compare the expanded queries with.
+
+Batches are made ahead of the step that uses them, by one thread.
+"""
 
 import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,3 +59,24 @@ class Sampler(Protocol):
     def batch(self, step: int, part: slice) -> Batch:
         """The queries `part` of the global batch of this step."""
         ...
+
+
+AHEAD = 2
+
+
+@contextmanager
+def prefetched(sampler: Sampler, steps: range, part: slice) -> Iterator[Iterator[Batch]]:
+    """An iterator over the batches of `steps`; what it yields depends on (seed, step) alone, not on the thread."""
+    with ThreadPoolExecutor(1, thread_name_prefix="sampler") as thread:
+        def batches() -> Iterator[Batch]:
+            waiting: list[Future[Batch]] = [thread.submit(sampler.batch, step, part) for step in steps[:AHEAD]]
+            for step in steps:
+                ready = waiting.pop(0).result()
+                if step + AHEAD < steps.stop:
+                    waiting.append(thread.submit(sampler.batch, step + AHEAD, part))
+                yield ready
+
+        try:
+            yield batches()
+        finally:
+            thread.shutdown(cancel_futures=True)

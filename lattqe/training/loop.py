@@ -13,19 +13,17 @@ from lattqe.model import LAttQE
 from lattqe.model.head import Head
 from lattqe.store import open_place
 from lattqe.training import data, validation
-from lattqe.training.batch import Sampler
+from lattqe.training.batch import Sampler, prefetched
 from lattqe.training.checkpoint import Checkpoints, State
 from lattqe.training.config import TrainingConfig
 from lattqe.training.curves import learning_curve, tensorboard_events
 from lattqe.training.data import TrainingData
 from lattqe.training.densities import DensitySampler
 from lattqe.training.plan import Plan
-from lattqe.training.prefetch import prefetched
 from lattqe.training.randomness import Stream, torch_seed
+from lattqe.training.sampling import TupleSampler, WorldSampler
 from lattqe.training.stage import NotFiniteError, Stage
 from lattqe.training.team import Team
-from lattqe.training.tuples import TupleSampler
-from lattqe.training.worlds import WorldSampler
 
 SAMPLERS: dict[str, Callable[[TrainingData, TrainingConfig], Sampler]] = {
     "tuples": TupleSampler, "worlds": WorldSampler, "densities": DensitySampler}
@@ -178,7 +176,8 @@ class Training:
         hops = self.config.choose_hops
         self._tell(self.total, f"choosing nDBA among {len(dba)} and hops among {len(hops)} with nQE among {len(qe)}")
         # Augmenting is what takes long: of several widths, the first will do.
-        narrowest = self.sets[: len(self.sets) // max(1, len(self.config.validate_widths))]
+        widths = max(1, len(self.config.validate_widths)) if self.config.validate_densities else 1
+        narrowest = self.sets[: len(self.sets) // widths]
         with_dba = validation.validate_dba(network, narrowest, dba, qe, self.team, hops)
         n_qe = max(alone, key=lambda k: alone[k]["mean"])
         _, n_dba, n_hops, n_qe_dba = max((with_dba[validation.setting_name(m, h)][str(k)], m, h, k)

@@ -13,7 +13,7 @@ from test_model_network import EXTENDED, SMALL, lists, make, random_valid
 from lattqe.errors import LattqeError
 from lattqe.expansion import create
 from lattqe.model import FastLAttQE, LAttQE, LAttQEConfig
-from lattqe.model.int8 import Int8Linear
+from lattqe.model.fast import Int8Linear
 
 PROJECTED = dataclasses.replace(SMALL, width=24, ffn=40, relation_bias=True)
 

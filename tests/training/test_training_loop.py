@@ -13,9 +13,9 @@ from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.model import LAttQE
 from lattqe.store import load_model, open_place
 from lattqe.training import Plan, Progress, Team, train
-from lattqe.training.ablations import RELATIONAL, TABLE_2
 from lattqe.training.checkpoint import STATE, Checkpoints, State
 from lattqe.training.loop import Training, new_network
+from lattqe.training.presets import RELATIONAL, TABLE_2
 from lattqe.training.randomness import SlotDropout, SlotMasks
 from lattqe.training.stage import NotFiniteError, Stage
 

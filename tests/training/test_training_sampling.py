@@ -14,8 +14,7 @@ from lattqe.training.batch import Batch, Sampler
 from lattqe.training.config import TrainingConfig
 from lattqe.training.data import TrainingData, join, load, published_pairs
 from lattqe.training.losses import contrastive, hardest
-from lattqe.training.tuples import Members, TupleSampler
-from lattqe.training.worlds import WorldSampler
+from lattqe.training.sampling import Members, TupleSampler, WorldSampler
 
 WHOLE = slice(None)
 
