@@ -140,7 +140,7 @@ def edges_table(neighbors: np.ndarray, weights: np.ndarray) -> pa.Table:
                    matrix_column(np.asarray(weights, dtype=np.float32))], edges_schema(neighbors.shape[1]))
 
 
-def ranks_table(ids: Sequence[str] | pa.Array, I: np.ndarray, D: np.ndarray) -> pa.Table:  # noqa: E741
+def ranks_table(ids: Sequence[str] | pa.Array | pa.ChunkedArray, I: np.ndarray, D: np.ndarray) -> pa.Table:  # noqa: E741
     """A table of query ids (n,), ranks I (n, k) and scores D (n, k)."""
     lists = neighbors_table(I, D)
     return _table([string_column(ids), *lists.columns], ranks_schema(I.shape[1]))
