@@ -64,7 +64,7 @@ def test_the_readme_has_examples():
     assert [kind for kind, _ in EXAMPLES] == ["bash", "bash", "python"]
 
 
-def test_the_examples_work(folder):
+def test_the_examples_work(folder, monkeypatch):
     for kind, text in EXAMPLES:
         if kind == "bash":
             for line in text.strip().splitlines():
@@ -77,8 +77,13 @@ def test_the_examples_work(folder):
     x = np.load(folder / "database.npy")
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     python = next(text for kind, text in EXAMPLES if kind == "python").replace('"model"', repr(str(folder / "model")))
-    names = {"xq": x[:5], "xb": x[5:105]}
+    labels = np.load(folder / "labels.npy")
+    names = {"xq": x[:5], "xb": x[5:105], "query_labels": labels[:5], "labels": labels[5:105]}
+    monkeypatch.chdir(folder)
     exec(python, names)
     assert names["expanded"].shape == (5, 32)
     assert names["augmented"].shape == (100, 32)
+    assert names["scores"]["label"].ap.shape == (5,)
+    assert names["graph"].I.shape == (600, 64)
+    assert names["features"].x.shape == (600, 32)
     assert np.isfinite(names["augmented"]).all()
