@@ -9,6 +9,11 @@ The rival is the network alone: the same lists, gathered into memory and widened
 one process with as many threads; where the job shares first products, so does the rival, table included; in turns.
 Goals: at least 0.85 of the rival's rows/s; the workers' peak memory within 20 % of the plan; seconds in proportion to
 rows (10k, 20k, 40k) at fixed k. CPU seconds are given too: on a machine that others use they are the fairer ratio.
+
+    python -m benchmarks.augment --hops 8 -k 50 --sizes 20000,40000,80000 --workers 1 --rounds 1
+
+measures hops instead: on the smallest set, what they take beside the pass of the network that makes their edges, in
+one run (goal: a quarter at the most); on all, with alphaQE's edges, seconds and bytes for each row (goal: the same).
 """
 
 import argparse
@@ -113,6 +118,43 @@ def compare(kind: str, rows: int, options: argparse.Namespace) -> dict[str, Any]
             "shared": jobs[0]["shared_products"]}
 
 
+HOPPING = ("start", "turn", "fold", "hop", "part")
+
+
+def run_hops(folder: Path, rows: int, options: argparse.Namespace, method: list[str]) -> dict[str, Any]:
+    """One job of several hops: seconds of the pass that makes edges and of the hops, and what a hop moves."""
+    with tempfile.TemporaryDirectory() as to:
+        command = [sys.executable, "-m", "jobs.augment", f"{folder}/features", *method, "-k", str(options.k), "--hops",
+                   str(options.hops), "--neighbors", f"{folder}/graph", "--to", f"{to}/index", "--workers",
+                   str(options.workers), "--json"]
+        told = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                         text=True).stdout)
+    spent = told["worker_seconds"]
+    hopping = sum(spent.get(name, 0.0) for name in HOPPING)
+    edges = sum(spent.values()) - hopping
+    return {"method": method[1], "rows": rows, "hops": options.hops, "k": options.k, "dim": options.dim,
+            "edges_seconds": round(edges, 2), "hops_seconds": round(hopping, 2),
+            "hops_to_edges": round(hopping / edges, 3), "hops_seconds_by_step": {n: spent.get(n) for n in HOPPING},
+            "hops_microseconds_a_row": round(1e6 * hopping / rows, 1),
+            "bytes_read_a_row_and_hop": round(told["bytes_read_for_each_hop"] / rows),
+            "bytes_written_a_row_and_hop": round(told["bytes_written_for_each_hop"] / rows),
+            "peak_mib": round(told["peak_hop_worker_bytes"] / 2**20),
+            "predicted_mib": round(told["predicted_hop_worker_bytes"] / 2**20)}
+
+
+def compare_hops(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The network that ships on the smallest set, alphaQE on all."""
+    results = []
+    for rows in sorted(map(int, options.sizes.split(","))):
+        with tempfile.TemporaryDirectory() as name:
+            make_world(Path(name), "photos", rows, options.dim, options.k)
+            methods = [["--method", "lattqe"]] * (not results) + [["--method", "alphaqe"]]
+            for method in methods:
+                results.append(run_hops(Path(name), rows, options, method))
+                print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="10000,20000,40000")
@@ -122,7 +164,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sample", type=int, default=8192, help="rows that the bare network is timed on")
+    parser.add_argument("--hops", type=int, help="measure so many hops instead")
     options = parser.parse_args()
+    if options.hops:
+        print(json.dumps(compare_hops(options), indent=2))
+        return
     results = []
     for kind in options.networks.split(","):
         for rows in map(int, options.sizes.split(",")):

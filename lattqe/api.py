@@ -165,8 +165,8 @@ def augment(xb: Vectors, method: str | Method = "lattqe", k: int | None = None, 
         done = augment_rows(index, rows, D[rows], I[rows], theta, k, table)
         out[rows] = done.vectors
         if hops > 1:
-            weights.append(done.weights)
-            rows_of.append(done.rows)
+            weights.append(done.weights[:, : 1 + k])
+            rows_of.append(done.rows[:, : 1 + k])
         if progress is not None:
             progress(int(rows[-1]) + 1, len(xb))
     return hop(np.concatenate(weights), np.concatenate(rows_of), xb, alpha, hops) if hops > 1 else out

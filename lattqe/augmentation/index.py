@@ -247,7 +247,7 @@ class EdgeWorker(AugmentWorker):
         return Edges.open(uri, cache=self.task.cache)
 
     def made_of(self, expanded: Expanded) -> np.ndarray:
-        """See AugmentWorker; negatives are no edges."""
+        """See AugmentWorker; only the neighbors that are weighed are edges, and no negatives."""
         weights = np.ascontiguousarray(expanded.weights[:, : 1 + self.k], dtype=np.float32)
         return np.concatenate([expanded.rows[:, 1 : 1 + self.k], weights.view(np.int32)], axis=1)
 
@@ -264,8 +264,8 @@ class EdgeWorker(AugmentWorker):
 
 
 def edge_count(method: Method, k: int, rows: int) -> int:
-    """Edges of each row in the graph of so many rows."""
-    return list_lengths(method, k, rows - 1)[1] if rows > 1 else 1
+    """Edges of each row among so many rows: the neighbors that are weighed, not all that the method looks at."""
+    return list_lengths(method, k, rows - 1)[0] if rows > 1 else 1
 
 
 def worker_class(task: Augmentation) -> type[AugmentWorker]:

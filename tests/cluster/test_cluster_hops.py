@@ -32,31 +32,38 @@ def test_rows_and_edges_on_s3(s3_uri):
     assert published(task).read().tobytes() == expected(world).tobytes()
 
 
-class DyingWorker(HopWorker):
-    """Kills its own process in the middle of the first item of each kind, once in all processes."""
+def dying_worker():
+    """A worker that kills its own process instead of the first item of each kind, once in all processes.
 
-    def run(self, item):
-        try:
-            self.place.create(f"_work/died-{item[0]}", b"")
-        except bands.LattqeError:
+    Made in a function, so that Ray takes the class along: its workers know nothing of this file.
+    """
+    class DyingWorker(HopWorker):
+        def run(self, item):
+            try:
+                self.place.create(f"_work/died-{item[0]}", b"")
+            except bands.LattqeError:
+                return super().run(item)
+            os.kill(os.getpid(), signal.SIGKILL)
+            return None
+
+    return DyingWorker
+
+
+def forgetful_worker():
+    """A worker that finds, once for each hop, that the hop before is gone."""
+    class ForgetfulWorker(HopWorker):
+        def run(self, item):
+            if item[0] == "hop" and not self.place.exists(f"_work/lost-{item[2]}"):
+                self.place.write(f"_work/lost-{item[2]}", b"")
+                raise self._stale(f"{bands.FOLDER}h{item[2] - 1:03d}-g{item[1]:04d}-b{item[3]:05d}.bin")
             return super().run(item)
-        os.kill(os.getpid(), signal.SIGKILL)
-        return None
 
-
-class ForgetfulWorker(HopWorker):
-    """Finds, once for each hop, that the hop before is gone."""
-
-    def run(self, item):
-        if item[0] == "hop" and not self.place.exists(f"_work/lost-{item[2]}"):
-            self.place.write(f"_work/lost-{item[2]}", b"")
-            raise self._stale(f"{bands.FOLDER}h{item[2] - 1:03d}-g{item[1]:04d}-b{item[3]:05d}.bin")
-        return super().run(item)
+    return ForgetfulWorker
 
 
 @pytest.mark.kill
 def test_workers_that_die_in_the_transpose_and_in_hops(tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.hops.HopWorker", DyingWorker)
+    monkeypatch.setattr("cluster.hops.HopWorker", dying_worker())
     world = make_world(tmp_path)
     task = begun(world)
     summary = run_hops(task, no_bar, AugmentSummary(), workers=2)
@@ -65,7 +72,7 @@ def test_workers_that_die_in_the_transpose_and_in_hops(tmp_path, monkeypatch):
 
 
 def test_files_that_get_lost_on_the_way(tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.hops.HopWorker", ForgetfulWorker)
+    monkeypatch.setattr("cluster.hops.HopWorker", forgetful_worker())
     world = make_world(tmp_path)
     task = begun(world)
     run_hops(task, no_bar, AugmentSummary(), workers=2)
