@@ -18,6 +18,7 @@ from lattqe.errors import LattqeError
 if TYPE_CHECKING:
     from cluster.benchmarking import Bench
     from lattqe.benchmark.spec import Run
+    from lattqe.report.examples import Examples
 
 
 def main(
@@ -38,6 +39,10 @@ def main(
                                                            "without any, some images are held out.")] = None,
     relevant: Annotated[list[int] | None, typer.Option(min=0, help="Density: relevant images, 0 for all (1, 2, 4, 8, "
                                                                    "16 and 0); may be repeated.")] = None,
+    images: Annotated[list[str] | None, typer.Option("--images", help="Folder or s3:// prefix of the images, by id: "
+                      "the report then shows the ten largest gains and losses. May be repeated.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Stop after the golden numbers: mAP without expansion beside "
+                                                        "the paper's.")] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Ray workers. [default: one for each GPU, or CPU; none "
                                                             "for few rows]")] = None,
     shards: Annotated[int | None, typer.Option(min=1, help="Shards of an index. [default: by rows]")] = None,
@@ -69,11 +74,14 @@ def main(
                           "presets: a TOML file names its data and models")
     else:
         chosen = load_run(spec)
+    if check:
+        check_golden(chosen)
+        return
     chosen = selected(chosen, only or [])
     bench = measured(chosen, to, workers, shards, partial(ray_session, address))
     if cells is None:
         results = assemble(chosen, bench, facts(chosen, bench))
-        report = publish(results, to, render_page, to_csv)
+        report = publish(results, to, partial(render_page, examples=look(results, chosen, images)), to_csv)
     else:
         results = {**gains(chosen, cells, bench), **facts(chosen, bench)}
         report = publish(results, to, render_density, density_csv)
@@ -165,6 +173,39 @@ def facts(chosen: "Run", bench: "Bench") -> dict[str, Any]:
     paper = {name: published()[name] for name in ("table2", "table3")} if chosen.published else {}
     return {"inputs": inputs, "run": json_format.loads(json_format.dumps(asdict(chosen))),
             "warnings": golden_warnings(chosen, bench), "published": paper}
+
+
+def check_golden(chosen: "Run") -> None:
+    """Show mAP without expansion beside the paper's; features that do not give its numbers are refused."""
+    from lattqe.benchmark.inputs import Inputs
+    from lattqe.datasets.prepare import plain_scores
+    from lattqe.datasets.revisited import golden_differences, published
+
+    golden, wrong = published()["golden"]["map"], []
+    tested = [dataset for dataset in chosen.datasets_of("test") if dataset.name in golden]
+    if not tested:
+        raise LattqeError(f"--check compares {', '.join(golden)} with the paper's numbers: this run has neither")
+    for dataset in tested:
+        opened = Inputs.open(dataset)
+        measured = {name: 100 * one.mean_ap
+                    for name, one in plain_scores(opened.database, opened.queries, opened.truth).items()}
+        show_table(f"{dataset.name} without expansion, mAP", {
+            setup: f"{value:.2f}" + (f"   paper {golden[dataset.name][setup]:.2f}" if setup in golden[dataset.name]
+                                     else "") for setup, value in measured.items()})
+        wrong += golden_differences(dataset.name, measured)
+    if wrong:
+        raise LattqeError("these are not the paper's features: " + "; ".join(wrong))
+    screen.print("the golden numbers of the paper's features come out")
+
+
+def look(results: dict[str, Any], chosen: "Run", images: list[str] | None) -> "Examples | None":
+    """Pictures of the queries that gain and lose most, where there are images and an expansion to look at."""
+    from lattqe.report.examples import make_examples
+    from lattqe.report.page import best_expansion
+
+    if not images or best_expansion(results)["qe"] is None:
+        return None
+    return make_examples(results, chosen.datasets_of("test"), images)
 
 
 def publish(results: dict[str, Any], to: str, page: Callable[[Any], str] | None = None,

@@ -17,11 +17,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lattqe.datasets import photos
-from lattqe.datasets.revisited import RevisitedSet, check_ids, load_gnd, save_gnd
+from lattqe.datasets.revisited import check_ids, load_gnd, save_gnd
 from lattqe.datasets.sfm120k import HALVES, SfmHalf, load_sfm120k
 from lattqe.datasets.synthetic import SyntheticSplit, SyntheticWorld
 from lattqe.errors import LattqeError
-from lattqe.evaluation import Scores, evaluate
+from lattqe.evaluation import GroundTruth, Scores, evaluate
 from lattqe.formats.reader import ENDINGS
 from lattqe.formats.source import ImportSource, file_digest, local_files, open_source
 from lattqe.search import FlatIndex
@@ -217,15 +217,15 @@ def _prepare_revisited_set(folder: Folder, name: str, truth_name: str, found: tu
         sets.append(matrix.write(f"{to.rstrip('/')}/{name}{suffix}", dtype, report, progress))
     open_place(to).write(f"gnd_{name}.pkl" if truth_name.endswith(".pkl") else f"gnd_{name}.json",
                          folder.place.read(truth_name))
-    report.scores[name] = plain_scores(sets[0], sets[1], truth)
+    report.scores[name] = plain_scores(sets[0], sets[1], truth.truth)
     if report.scores[name]["medium"].mean_ap < 0.05:
         report.warnings.append(f"{name}: mAP {100 * report.scores[name]['medium'].mean_ap:.1f} on Medium is chance: "
                                f"are the rows in the order of imlist and qimlist of {truth_name}?")
 
 
-def plain_scores(database: FeatureSet, queries: FeatureSet, truth: RevisitedSet) -> dict[str, Scores]:
+def plain_scores(database: FeatureSet, queries: FeatureSet, truth: GroundTruth) -> dict[str, Scores]:
     """Exact scores of the queries as they are, without expansion, in each setup."""
-    return evaluate(FlatIndex(database.read()), queries.read().astype(np.float32), truth.truth)
+    return evaluate(FlatIndex(database.read()), queries.read().astype(np.float32), truth)
 
 
 def prepare_r1m(sources: Sequence[str], to: str, ids: str | None = None, dtype: str = "float16",

@@ -73,15 +73,17 @@ def nqe_trends(figure3: Mapping[str, Any]) -> str:
 
 
 def regime_bars(setup: str, content: Mapping[str, Any], xlabel: str) -> str:
-    """Relative gain in three groups of queries (the paper's figure 4)."""
+    """Relative gain in three groups of queries (the paper's figure 4); groups that ties left empty are left out."""
+    groups = [group for group, count in enumerate(content["queries"]) if count]
     with plt.rc_context(STYLE):
         figure, axis = _draw(PANEL)
         series = content["series"]
         for number, one in enumerate(series):
-            offsets = [group + (number - (len(series) - 1) / 2) * 0.8 / len(series) for group in range(3)]
-            axis.bar(offsets, one["relative"], 0.8 / len(series), color=colour(one["method"]), label=one["label"])
-        ticks = [f"{level:.3g}\n({count} queries)" for level, count in zip(content["level"], content["queries"])]
-        axis.set_xticks(range(3), ticks)
+            offsets = [place + (number - (len(series) - 1) / 2) * 0.8 / len(series) for place in range(len(groups))]
+            axis.bar(offsets, [one["relative"][group] for group in groups], 0.8 / len(series),
+                     color=colour(one["method"]), label=one["label"])
+        ticks = [f"{content['level'][group]:.3g}\n({content['queries'][group]} queries)" for group in groups]
+        axis.set_xticks(range(len(groups)), ticks)
         axis.axhline(0, color="black", linewidth=0.6)
         axis.grid(visible=False, axis="x")
         axis.set(title=setup, xlabel=xlabel, ylabel="relative gain in AP (%)")

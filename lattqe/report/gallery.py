@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lattqe.errors import LattqeError
 from lattqe.evaluation.stored import JudgedRanks
-from lattqe.evaluation.truth import Setup
+from lattqe.evaluation.truth import GroundTruth, Setup
 from lattqe.report.thumbnails import Thumbnails
 
 TEMPLATE = Path(__file__).with_name("gallery.html")
@@ -145,16 +145,16 @@ def _tiles(gallery: Gallery, side: JudgedRanks, query: int, thumbnails: Thumbnai
     kept = I >= 0
     rows, scores = I[kept].astype(np.int64), D[kept]
     names = side.names(rows.tolist())
-    marks = _marks(side, query, rows, gallery.judged_by)
+    setup = gallery.judged_by
+    marks = [""] * len(rows) if setup is None else marks_of(side.truth, query, rows, setup)
     weights = {} if gallery.weights is None else gallery.weights.get(query, {})
     return tuple(Tile(rank, names[row], thumbnails.get(names[row]), float(score), weights.get(row), mark)
                  for rank, (row, score, mark) in enumerate(zip(rows.tolist(), scores.tolist(), marks), start=1))
 
 
-def _marks(side: JudgedRanks, query: int, rows: NDArray[np.int64], setup: Setup | None) -> list[str]:
-    if setup is None:
-        return [""] * len(rows)
-    (grades,) = side.truth.judgements(query, query + 1).grades_of(rows[None])
+def marks_of(truth: GroundTruth, query: int, rows: NDArray[np.int64], setup: Setup) -> list[str]:
+    """What each of the rows (n,) is for a query: 'right', 'wrong' or 'junk'."""
+    (grades,) = truth.judgements(query, query + 1).grades_of(rows[None])
     return ["right" if grade in setup.positive else "junk" if grade in setup.junk else "wrong"
             for grade in grades.tolist()]
 

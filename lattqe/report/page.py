@@ -3,13 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from lattqe.benchmark.spec import is_learned
 from lattqe.report.figures import nqe_trends, query_gains, regime_bars, weight_profile
 from lattqe.report.tables import CHOSEN, KINDS, column_title, describe_setting, map_columns, map_lines
+
+if TYPE_CHECKING:
+    from lattqe.report.examples import Examples
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SHOWN_QUERIES = 5  # best and worst of each data set
@@ -24,8 +27,8 @@ class Illustration:
     panels: tuple[str, ...]
 
 
-def render_page(results: Mapping[str, Any]) -> str:
-    """Make the page of a run's results."""
+def render_page(results: Mapping[str, Any], examples: "Examples | None" = None) -> str:
+    """Make the page of a run's results, with pictures of its extreme queries where there are any."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True,
                                      undefined=jinja2.StrictUndefined)
     table, paper = results["table3"], results["published"]
@@ -39,6 +42,7 @@ def render_page(results: Mapping[str, Any]) -> str:
                                                 ("Everything, tuned for each set", "tuned", "tuned_mean"))],
         titles=[column_title(column, setup, one_setup) for column, setup in columns],
         lines=map_lines(table, paper.get("table3", [])), gains=_gain_counts(results), extremes=_extremes(results),
+        examples=examples,
         ablations=[part for part in (("This run", results["table2"]), ("The paper", paper.get("table2", [])))
                    if results["table2"] and part[1]])
 
@@ -94,11 +98,16 @@ def _gain_counts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             for table in results["per_query"] for _, label, gains in _gains(results, table)]
 
 
-def _extremes(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The queries that the best query expansion helps and harms most, in each data set."""
+def best_expansion(results: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row of Table 3 whose single queries are looked at: what is learned, then the best query expansion."""
     expanding = [row for row in results["table3"] if row["kind"] == "qe"]
     rows = expanding or [row for row in results["table3"] if row["kind"] != "none"]
-    best = max(rows, key=lambda row: (is_learned(row["method"]), row["mean"]))
+    return max(rows, key=lambda row: (is_learned(row["method"]), row["mean"]))
+
+
+def _extremes(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The queries that the best query expansion helps and harms most, in each data set."""
+    best = best_expansion(results)
     lines = []
     for table in results["per_query"]:
         found = zip(table["ids"], table["positives"], table["before"], table["after"][best["label"]])

@@ -109,6 +109,29 @@ def test_golden_numbers_come_out(tmp_path, run, revisited_folder, oxford, monkey
     assert "roxford5k: the golden numbers of the paper's features come out" in err
 
 
+def test_benchmark_stops_after_the_golden_numbers(tmp_path, run, revisited_folder, monkeypatch, s3_uri):
+    """`benchmark revisited --check`, here from S3: differences are one line and exit code 2."""
+    mine = {}
+    for name in ("roxford5k", "rparis6k"):
+        gnd = load_gnd(revisited_folder / f"gnd_{name}.pkl")
+        xb, xq = descriptors(gnd)
+        write_revisited(tmp_path / "published", revisited_folder, name, "rows", xb, xq)
+        mine[name] = {setup: 100 * value for setup, value in plain_map(xb, xq, gnd).items() if setup != "easy"}
+    assert run("dataset", "revisited", tmp_path / "published", "--to", f"{s3_uri}/data")[0] == 0
+    command = ("benchmark", "revisited", "--data", f"{s3_uri}/data", "--check", "--to", tmp_path / "results")
+    code, _, err = run(*command)
+    told = " ".join(err.split())
+    assert (code, told.count("error:")) == (2, 1)
+    assert "these are not the paper's features" in told
+    assert "67.30 expected of the paper's features" in told
+    for name, values in mine.items():
+        monkeypatch.setitem(published()["golden"]["map"], name, values)
+    code, _, err = run(*command)
+    assert code == 0, err
+    assert "the golden numbers of the paper's features come out" in err
+    assert not (tmp_path / "results").exists(), "nothing else was measured"
+
+
 def test_rows_in_another_order_are_chance(tmp_path, run, revisited_folder, oxford):
     _, xb, xq = oxford
     shuffled = xb[np.random.default_rng(1).permutation(len(xb))]

@@ -11,8 +11,12 @@ from browser import browser
 from PIL import Image, ImageDraw, ImageFilter
 
 from jobs import cli
+from jobs.benchmark import look, measure_run
+from lattqe.benchmark.spec import Dataset, Run
 from lattqe.datasets.revisited import from_gnd, save_gnd
 from lattqe.evaluation import average_precision
+from lattqe.report import render_page
+from lattqe.report.examples import find_extremes
 from lattqe.report.gallery import Card, choose
 from lattqe.report.thumbnails import Thumbnails
 from lattqe.search import topk
@@ -349,3 +353,37 @@ def test_ids_never_lead_out_of_the_folder(tmp_path):
     for name in ("../secret.jpg", str(Path(tmp_path, "secret.jpg")), "sub/../../secret", ""):
         assert thumbnails.get(name) is None
     assert len(thumbnails.missing) == 4
+
+
+def test_a_report_with_the_largest_gains_and_losses(world, tmp_path, tmp_path_factory):
+    """`lattqe benchmark --images`: the queries of the table, with pictures, in the report itself."""
+    from benchmark_sets import FIXED
+
+    dataset = Dataset("shapes", str(world / "database"), str(world / "queries"))
+    chosen = Run("Shapes", (dataset,), FIXED[:1], nqe_sweep=(1, 4), bootstrap=50)
+    results = measure_run(chosen, str(tmp_path))
+    gains, losses = find_extremes(results)
+    table = results["per_query"][0]
+    change = {name: after - before for name, before, after in zip(table["ids"], table["before"], table["after"]["AQE"])}
+    assert [each.id for each in gains] == sorted((name for name in change if change[name] > 0),
+                                                 key=lambda name: -change[name])[:10]
+    assert {each.id for each in losses} == {name for name in change if change[name] < 0}
+    assert find_extremes(results, 2)[0] == gains[:2]
+    examples = look(results, chosen, [str(world / "images")])
+    (tmp_path / "report.html").write_text(render_page(results, examples))
+    with browser(tmp_path_factory.mktemp("profile"), 390) as window:
+        window.get((tmp_path / "report.html").as_uri())
+        assert window.get_log("browser") == []
+        shown = window.execute_script("""return [...document.querySelectorAll('.example')].map(card => [
+            card.querySelector('strong').textContent, card.querySelectorAll('.right, .wrong').length])""")
+        assert [name for name, _ in shown] == [each.id for each in (*gains, *losses)]
+        assert {count for _, count in shown} == {16}
+        widths = window.execute_async_script("""const done = arguments[0];
+            const images = [...document.querySelectorAll('.example img')]; images.forEach(i => i.loading = 'eager');
+            Promise.all(images.map(i => i.decode())).then(() => done(images.map(i => i.naturalWidth)))""")
+        assert min(widths) > 60
+        assert window.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+        weights = window.execute_script("""return [...document.querySelectorAll('.example figcaption')].map(
+            caption => caption.textContent)""")
+    assert any("w 1.00" in text for text in weights)
+    assert look(results, chosen, None) is None

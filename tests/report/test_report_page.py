@@ -12,6 +12,7 @@ from browser import browser
 from jobs.benchmark import measure_run, publish
 from lattqe.datasets.revisited import published
 from lattqe.report import render_page
+from lattqe.report.figures import regime_bars
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +104,11 @@ def test_published_numbers_ablations_and_markup_in_names(results: dict[str, Any]
     assert "without &lt;b&gt;attention" in page
     assert "Without self-attention" in page
     assert "<td>51.2</td>" in page
+
+
+def test_groups_without_queries_are_left_out_of_the_figure() -> None:
+    """Where all queries have as many relevant images, ties leave one group of three."""
+    series = [{"label": "AQE", "method": "aqe", "relative": [12.5, 0.0, 0.0]}]
+    drawn = regime_bars("label", {"level": [7.0, 0.0, 0.0], "queries": [40, 0, 0], "series": series}, "relevant images")
+    assert "(40 queries)" in drawn
+    assert "(0 queries)" not in drawn
