@@ -6,11 +6,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from lattqe.device import pick_device
 from lattqe.errors import LattqeError
-from lattqe.expansion.base import Expanded, Lists, Method, parameter
+from lattqe.expansion.base import Expanded, Lists, Method, aggregate, check_finite, parameter
 from lattqe.model.fast import FastLAttQE
+from lattqe.model.gated import WholeList
 from lattqe.model.network import LAttQE
 from lattqe.store import open_place, read_manifest
 from lattqe.store.models import model_address
@@ -112,6 +114,38 @@ class AttentionExpansion(Method):
         """(n, 1 + k), from -1 to 1 but for relational networks; with dba positive and adding up to 1."""
         t = 1 + lists.k
         return self.fast.weights(lists.items[:, :t], lists.valid[:, :t], self.dba, k=lists.weighed)
+
+    @property
+    def means_suffice(self) -> bool:
+        """Whether database rows need of neighbors beyond the k weighed ones only their mean and their scores."""
+        return self.dba and self.fast.config.relational
+
+    def expand_rows(self, x: np.ndarray, table: torch.Tensor, lists: np.ndarray, scores: np.ndarray,
+                    k: int) -> Expanded:
+        """`expand` for database rows x (n, D) where `means_suffice`: the same within 1e-4, without the lists' vectors.
+
+        table (m, D) float32 has the rows that lists (n, depth) name, by their place in it, -1 for missing; scores
+        (n, depth) are those of the graph.
+        """
+        device = self.fast.device
+        places, known = torch.from_numpy(np.maximum(lists, 0)).to(device), torch.from_numpy(lists >= 0).to(device)
+        table, own = table.to(device), torch.from_numpy(x.astype(np.float32)).to(device)
+        with torch.inference_mode():
+            # Equal among the first so many valid ones, as `background_share` has it.
+            share = known[:, : self.fast.config.background or k].float()
+            share = share / share.sum(1, keepdim=True).clamp(min=1)
+            background = functional.embedding_bag(places[:, : share.shape[1]].contiguous(), table, mode="sum",
+                                                  per_sample_weights=share)
+            near = table[places[:, :k]].masked_fill_(~known[:, :k, None], 0)
+            items, valid = torch.cat([own[:, None], near], dim=1), functional.pad(known[:, :k], (1, 0), value=True)
+            given = torch.from_numpy(np.where(lists >= 0, scores, 0).astype(np.float32)).to(device)
+            w = self.fast.weights_of_rows(items, valid, WholeList(background, given, known))
+            w = torch.where(valid, w, 0)
+            vectors = aggregate(w, items).cpu().numpy()
+        check_finite(self.name, vectors)
+        weights = np.zeros((len(x), 1 + lists.shape[1]), dtype=np.float32)
+        weights[:, : 1 + k] = w.cpu().numpy()
+        return Expanded(vectors, weights)
 
     @property
     def shared_width(self) -> int:

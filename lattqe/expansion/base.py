@@ -261,10 +261,15 @@ class Method(Described, ABC):
                 w = torch.where(lists.valid[:, : w.shape[1]], w, 0)
                 weights[rows, : w.shape[1]] = w.cpu().numpy()
                 vectors[rows] = aggregate(w, lists.items[:, : w.shape[1]]).cpu().numpy()
-        if not np.isfinite(vectors).all():
-            bad = int(np.flatnonzero(~np.isfinite(vectors).all(axis=1))[0])
-            raise LattqeError(f"{self.name}: row {bad} has NaN or infinite values in its vectors or scores: clean them")
+        check_finite(self.name, vectors)
         return Expanded(vectors, weights)
+
+
+def check_finite(name: str, vectors: np.ndarray) -> None:
+    """Refuse results that are not numbers, naming the method and the row."""
+    if not np.isfinite(vectors).all():
+        bad = int(np.flatnonzero(~np.isfinite(vectors).all(axis=1))[0])
+        raise LattqeError(f"{name}: row {bad} has NaN or infinite values in its vectors or scores: clean them")
 
 
 def aggregate(weights: torch.Tensor, items: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
+import torch
 
 from lattqe.errors import LattqeError
 from lattqe.expansion.attention import AttentionExpansion
@@ -22,6 +23,8 @@ SHARED_BYTES = 1 << 30
 # Vectors in the method at once, in float32: they stay near the cache, and the allocator uses such blocks again, while
 # every larger one is fresh memory from the system.
 GATHER_BYTES = 8 << 20
+# The same where long lists are only averaged: the more rows at once, the more of their neighbors are the same ones.
+MEANS_BYTES = 64 << 20
 # Queries searched and expanded at once, so that their lists never need much memory.
 QUERY_BLOCK = 1024
 
@@ -90,7 +93,22 @@ def augment_rows(index: RowSource, rows: np.ndarray, D: np.ndarray, I: np.ndarra
                           f"{k}: compute a longer one with `lattqe neighbors -k {depth}`")
     x = index.gather(rows)
     method.check_width(x.shape[1])
+    if isinstance(method, AttentionExpansion) and method.means_suffice and depth > k:
+        return _augment_by_means(index, x, rows, D[:, :depth], I[:, :depth], method, k)
     return _expand(index, x, rows, D[:, :depth], I[:, :depth], method, k, table)
+
+
+def _augment_by_means(index: RowSource, x: np.ndarray, rows: np.ndarray, D: np.ndarray, I: np.ndarray,  # noqa: E741
+                      method: AttentionExpansion, k: int) -> Expanded:
+    """Expand x (n, D) where the long lists' vectors are only averaged: each row that a batch names is read once."""
+    vectors, weights = np.empty(x.shape, dtype=np.float32), np.zeros((len(x), 1 + I.shape[1]), dtype=np.float32)
+    for batch in blocks(len(x), I.shape[1] * x.shape[1] * 4, MEANS_BYTES):
+        named, places = np.unique(np.maximum(I[batch], 0), return_inverse=True)
+        lists = np.where(I[batch] < 0, -1, places.reshape(I[batch].shape))
+        table = torch.from_numpy(index.gather(named).astype(np.float32, copy=False))
+        done = method.expand_rows(x[batch], table, lists, D[batch], k)
+        vectors[batch], weights[batch] = done.vectors, done.weights
+    return Expanded(vectors, weights, np.concatenate([rows[:, None], I], axis=1).astype(np.int32))
 
 
 def _expand(index: RowSource, x: np.ndarray, own: np.ndarray | None, D: np.ndarray, I: np.ndarray,  # noqa: E741

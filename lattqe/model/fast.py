@@ -22,6 +22,7 @@ from torch import nn
 
 from lattqe.errors import LattqeError
 from lattqe.model.encoder import Encoder
+from lattqe.model.gated import WholeList
 from lattqe.model.network import LAttQE
 
 # Activations use 7 bits: CPUs without VNNI add pairs of products in 16 bits, and 2 × 127 × 127 is what fits there.
@@ -61,6 +62,7 @@ class Int8Linear:
 
 PRECISIONS = ("float32", "int8", "half")
 TOKENS = 1024  # tokens computed at once on a CPU: products at full speed, activations within the cache
+TOKENS_OF_ROWS = 4096  # the same for relational networks without the vectors of long lists
 TOKENS_GPU = 16384  # enough work for a GPU, some hundred megabytes
 
 Dense = Callable[[torch.Tensor], torch.Tensor]
@@ -149,6 +151,20 @@ class FastLAttQE:
             for rows in range(0, len(items), step):
                 part = slice(rows, rows + step)
                 parts.append(self.network(items[part].float(), valid[part], dba, k).weights)
+        return torch.cat(parts)
+
+    def weights_of_rows(self, items: torch.Tensor, valid: torch.Tensor, whole: WholeList) -> torch.Tensor:
+        """Weights (n, t) of database rows' lists by a relational network, from the k vectors that are weighed, items
+        (n, 1 + k, D), and what is known of the rest of their lists: as `weights` with dba gives from all vectors.
+        """
+        self.network.check_width(items.shape[-1])
+        step = max(1, (TOKENS_GPU if self.device.type == "cuda" else TOKENS_OF_ROWS) // items.shape[1])
+        parts = [torch.empty((0, items.shape[1]), device=self.device)]
+        with torch.inference_mode():
+            for start in range(0, len(items), step):
+                part = slice(start, start + step)
+                known = WholeList(*(each[part] for each in whole))
+                parts.append(self.network.weigh(items[part], valid[part], known, dba=True)[0].weights)
         return torch.cat(parts)
 
     def _batch(self, items: torch.Tensor, valid: torch.Tensor, dba: bool, shared: torch.Tensor | None) -> torch.Tensor:
