@@ -1,12 +1,15 @@
 """Train a model and its ablations (Table 2 of the paper), and print what each part is worth."""
 
 import json as json_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from jobs.console import command, print_json, run, screen, show_table
 from lattqe.errors import LattqeError
+
+if TYPE_CHECKING:
+    from lattqe.store import Place
 
 
 def main(
@@ -41,18 +44,36 @@ def main(
     unknown = [name for name in only if name not in known]
     if unknown:
         raise LattqeError(f"unknown variant {unknown[0]!r}: use one of {', '.join(known)}")
+    if queries and len(queries) != len(val):
+        raise LattqeError(f"{len(queries)} --queries for {len(val)} --val: give one for each, or none")
     pairs = [(database, queries[number] if queries else None) for number, database in enumerate(val)]
-    table: dict[str, Any] = {}
+    place = open_place(to)
+    table = finished(place)
     with ray_session(address):
         for name in only or known:
             screen.print(f"[bold]{name}[/bold] {' '.join(known[name])}")
             config = configuration(preset, dim, [*settings, *known[name]])
             there = f"{to.rstrip('/')}/{name}"
             table[name] = _variant(there, config, features, pairs, neighbors, cache, workers, threads)
-    open_place(to).write("ablations.json", json_module.dumps(table, indent=1).encode())
+            place.write("ablations.json", json_module.dumps(table, indent=1).encode())
     show_table("validation mAP", {name: f"{row['map']:.2f} with nQE {row['nqe']}" for name, row in table.items()})
     if json:
         print_json(table)
+
+
+def finished(place: "Place") -> dict[str, Any]:
+    """The variants that earlier runs of `ablate` have trained there: `--only` adds to them."""
+    if not place.exists("ablations.json"):
+        return {}
+    try:
+        table = json_module.loads(place.read("ablations.json"))
+    except (ValueError, RecursionError) as error:
+        raise LattqeError(f"{place.uri}/ablations.json is not valid JSON ({error}): remove it and run the same "
+                          "command again; finished models are kept") from error
+    if not isinstance(table, dict) or not all(isinstance(row, dict) and {"map", "nqe"} <= set(row)
+                                              for row in table.values()):
+        raise LattqeError(f"{place.uri}/ablations.json is not the table of lattqe ablate: remove it")
+    return table
 
 
 def _variant(

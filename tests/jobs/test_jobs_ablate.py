@@ -1,0 +1,42 @@
+"""`lattqe ablate`: what it refuses, and that training one more variant keeps the others in the table."""
+
+import json
+from pathlib import Path
+
+import pytest
+from training_sets import TINY, write_sets
+from typer.testing import CliRunner
+
+from jobs.ablate import app, finished
+from lattqe.errors import LattqeError
+from lattqe.store import open_place
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    sets = write_sets(folder / "sets") if not (folder / "sets").exists() else {
+        name: str(folder / "sets" / name) for name in ("a", "database", "queries")}
+    chosen = [part for setting in TINY for part in ("--set", setting)]
+    return [sets["a"], "--val", sets["database"], "--queries", sets["queries"], "--to", str(folder / "to"), *chosen,
+            *more]
+
+
+def test_queries_must_be_as_many_as_databases(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, arguments(tmp_path, "--val", str(tmp_path / "sets" / "database")))
+    assert isinstance(done.exception, LattqeError)
+    assert str(done.exception) == "1 --queries for 2 --val: give one for each, or none"
+
+
+@pytest.mark.ray
+def test_one_more_variant_keeps_the_others(tmp_path: Path) -> None:
+    for variant in ("no-position", "no-attention"):
+        done = CliRunner().invoke(app, arguments(tmp_path, "--only", variant))
+        assert done.exit_code == 0, done.output + repr(done.exception)
+    assert list(json.loads((tmp_path / "to" / "ablations.json").read_text())) == ["no-position", "no-attention"]
+
+
+@pytest.mark.parametrize(("text", "words"), [("{", "is not valid JSON"), ("[]", "is not the table"),
+                                             ('{"full": 3}', "is not the table")])
+def test_a_damaged_table_is_refused_in_one_line(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "ablations.json").write_text(text)
+    with pytest.raises(LattqeError, match=words):
+        finished(open_place(str(tmp_path)))

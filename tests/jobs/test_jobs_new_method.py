@@ -1,0 +1,103 @@
+"""A method that is one file and one line of registration is known to every verb, to run files and to the report.
+
+The package is copied, the documentation's example put into the copy, and the copy's own command line does the rest.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lattqe.store import FeatureSet, FeatureWriter
+
+PROJECT = Path(__file__).parents[2]
+RUN = """
+bootstrap = 50
+nqe_sweep = [2, 4]
+[[dataset]]
+name = "clusters"
+database = "database"
+queries = "queries"
+[[method]]
+method = "threshold"
+nqe = [2, 4]
+ndba = [2, 4]
+threshold = [0.2, 0.6]
+choose = "test"
+[[method]]
+method = "aqe"
+nqe = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package with the method of docs/methods.md: one new file, one new line."""
+    folder = tmp_path_factory.mktemp("copy")
+    for package in ("lattqe", "cluster", "jobs"):
+        shutil.copytree(PROJECT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (PROJECT / "docs" / "methods.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "class ThresholdExpansion" in block)
+    (folder / "lattqe" / "expansion" / "threshold.py").write_text(code)
+    registry = folder / "lattqe" / "expansion" / "registry.py"
+    content = registry.read_text()
+    assert content.count("METHODS: dict[str, type[Method]] = {\n") == 1
+    content = content.replace("METHODS: dict[str, type[Method]] = {\n",
+                              'METHODS: dict[str, type[Method]] = {\n    "threshold": ThresholdExpansion,\n')
+    registry.write_text(content.replace("from lattqe.expansion.base import Method\n",
+                                        "from lattqe.expansion.base import Method\n"
+                                        "from lattqe.expansion.threshold import ThresholdExpansion\n"))
+    return folder
+
+
+def call(copied: Path, *words: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(copied), "COLUMNS": "200"}
+    done = subprocess.run([sys.executable, "-m", "jobs.cli", *words], cwd=copied, env=environment, text=True,
+                          capture_output=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def write(folder: Path, name: str, seed: int, images: int) -> str:
+    rng = np.random.default_rng(seed)
+    labels = np.repeat(np.arange(6, dtype=np.int32), images)
+    x = np.random.default_rng(0).standard_normal((6, 12))[labels] + 0.7 * rng.standard_normal((len(labels), 12))
+    with FeatureWriter(str(folder / name), 12, "float32", labels=True) as writer:
+        writer.append(x.astype(np.float32), [f"{name}-{row}" for row in range(len(x))], labels)
+    return str(folder / name)
+
+
+def test_a_new_method_goes_everywhere(copied: Path, tmp_path: Path) -> None:
+    database, queries, new = (write(tmp_path, *each) for each in
+                              (("database", 1, 20), ("queries", 2, 3), ("new", 3, 2)))
+    x = FeatureSet.open(database).read()
+    assert "--threshold" in call(copied, "augment", "--help")
+    call(copied, "augment", database, "--method", "threshold", "--threshold", "0.3", "-k", "5", "--to",
+         str(tmp_path / "index"))
+    scores = x @ x.T
+    np.fill_diagonal(scores, -2)
+    expected = x.copy()
+    for row in range(len(x)):
+        for near in np.argsort(-scores[row])[:5]:
+            expected[row] += max(scores[row, near] - 0.3, 0) * x[near]
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(FeatureSet.open(str(tmp_path / "index")).read(), expected, atol=1e-5)
+    call(copied, "append", str(tmp_path / "index"), new, "--to", str(tmp_path / "grown"))
+    assert FeatureSet.open(str(tmp_path / "grown")).rows == len(x) + 12
+    call(copied, "search", str(tmp_path / "grown"), queries, "-k", "7", "--expand", "threshold", "--threshold", "0.4",
+         "--nqe", "3", "--to", str(tmp_path / "ranks"))
+    assert '"threshold": 0.4' in (tmp_path / "ranks" / "manifest.json").read_text()
+
+    (tmp_path / "run.toml").write_text(RUN)
+    results = json.loads(call(copied, "benchmark", str(tmp_path / "run.toml"), "--to", str(tmp_path / "run"), "--json"))
+    labels = [row["label"] for row in results["table3"]]
+    assert labels == ["no expansion", "ThQE", "AQE", "ThDBA + ThQE"]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "ThDBA + ThQE" in page
+    assert re.search(r"nQE \d, θ 0\.\d", page), "the parameter goes by its symbol"
