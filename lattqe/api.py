@@ -26,6 +26,7 @@ from lattqe.model import LAttQE
 from lattqe.search import FlatIndex, knn_graph
 from lattqe.search.stored import ProductClock
 from lattqe.store import FeatureSet, NeighborGraph, Ranks, open_place, read_manifest
+from lattqe.store.models import model_address
 
 # Rows augmented, or queries expanded, between two calls of `progress`; their weights never need much memory.
 ROW_BLOCK = 4096
@@ -64,7 +65,8 @@ class RankedQueries:
 
 def load(uri: str | Path) -> Features | Found | RankedQueries | LAttQE:
     """What is stored at an address, as arrays: features, a neighbor graph, ranks; or a model as its network."""
-    kind = read_manifest(open_place(str(uri))).kind
+    uri = model_address(str(uri))  # "universal" is the model that ships
+    kind = read_manifest(open_place(uri)).kind
     if kind == "features":
         stored = FeatureSet.open(str(uri))
         return Features(stored.read(), stored.ids(), stored.labels() if stored.has_labels else None,
@@ -108,13 +110,13 @@ def search(xq: Vectors, xb: Vectors, k: int = 100, expand: str | Method | None =
     return Found(*FlatIndex(rows, _gpu("auto")).search(queries, k))
 
 
-def expand(xq: Vectors, xb: Vectors, method: str | Method = "alphaqe", k: int | None = None, *,
+def expand(xq: Vectors, xb: Vectors, method: str | Method = "lattqe", k: int | None = None, *,
            progress: Progress | None = None, **params: Any) -> np.ndarray:
     """Expand queries xq (nq, D) from their k nearest rows of xb (nb, D): (nq, D) float32, L2-normalised.
 
     `method` is one of aqe, aqewd, alphaqe, dqe, lattqe, … (or what `create` gave), `params` its parameters (alpha; C,
-    negatives; model, precision; device). `k` by default: what the model's training chose, for a stored augmented index
-    what it chose with one; otherwise the paper's number.
+    negatives; model, precision; device); without a model lattqe is the one that ships. `k` by default: what the model's
+    training chose, for a stored augmented index what it chose with one; otherwise the paper's number.
     """
     return _expanded(_unit_rows(xq, "xq"), xb, _unit_rows(xb, "xb"), method, k, progress, params)
 
