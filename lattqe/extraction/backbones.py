@@ -5,7 +5,6 @@ mean and deviation. Pooling is the CLS token of transformers and GeM of convolut
 """
 
 import importlib
-import io
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lattqe.errors import LattqeError
-from lattqe.extraction.checkpoint import IMAGENET_MEAN, IMAGENET_STD, read_file
+from lattqe.extraction.checkpoint import IMAGENET_MEAN, IMAGENET_STD, read_file, read_saved
 from lattqe.extraction.resnet import GeM
 
 POOLS = ("auto", "cls", "gem", "mean")
@@ -90,10 +89,7 @@ def read_state(data: bytes, name: str) -> dict[str, Tensor]:
             return load(data)
         except Exception as error:
             raise LattqeError(f"{name}: not a readable safetensors file ({_line(error)})") from None
-    try:
-        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged or hostile file can fail anywhere inside the unpickler
-        raise LattqeError(f"{name}: refused, it is not a file of plain tensors ({_line(error)})") from None
+    content = read_saved(data, name)
     for key in ("state_dict", "model", "teacher"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]

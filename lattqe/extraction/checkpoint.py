@@ -1,12 +1,9 @@
-"""Reading published network files, and the whitening some of them carry, without running anything in them.
+"""Reading published network files without running anything in them.
 
-A `.pth` file is a pickle. torch's restricted unpickler takes tensors and plain containers; the numpy arrays that the
-published files carry in `meta` (a learned whitening) are rebuilt here from their bytes by inert stand-ins, so that
-not even numpy's own unpickling code runs. Everything else in the file is refused by name.
+A `.pth` file is a pickle. `lattqe.formats` reads it as data: tensors, plain containers, numbers, and the numpy arrays
+that the published files carry in `meta` (a learned whitening). Everything else in the file is refused by name.
 """
 
-import io
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +15,7 @@ from torch import Tensor
 
 from lattqe.errors import LattqeError
 from lattqe.extraction.resnet import STAGES, RetrievalNet
+from lattqe.formats.tensors import load_torch
 from lattqe.store import open_place
 from lattqe.whitening import Whitening
 
@@ -34,49 +32,6 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 # torchvision's names of the children that cnnimageretrieval-pytorch numbers.
 TORCHVISION_CHILDREN = {"conv1": "0", "bn1": "1", "layer1": "4", "layer2": "5", "layer3": "6", "layer4": "7"}
-
-NUMBERS = frozenset({"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"})
-
-
-class _InertDtype:
-    """Stands in for numpy.dtype while unpickling: keeps a plain number type's code, refuses all else."""
-
-    def __init__(self, code: Any, *_: Any) -> None:
-        if code not in NUMBERS:
-            raise pickle.UnpicklingError(f"array of type {code!r}: only plain numbers are read")
-        self.code, self.order = code, "="
-
-    def __setstate__(self, state: Any) -> None:
-        self.order = state[1] if state[1] in ("<", ">") else "="
-
-
-class _InertArray:
-    """Stands in for numpy.ndarray while unpickling: keeps shape and bytes until they are checked."""
-
-    def __init__(self, *_: Any) -> None:
-        self.value = np.zeros(0)
-
-    def __setstate__(self, state: Any) -> None:
-        _, shape, dtype, fortran, raw = state
-        if not isinstance(dtype, _InertDtype) or not isinstance(raw, bytes):
-            raise pickle.UnpicklingError("an array that is not plain numbers")
-        flat = np.frombuffer(raw, dtype=np.dtype(dtype.code).newbyteorder(dtype.order))
-        self.value = flat.reshape(shape, order="F" if fortran else "C")
-
-
-def _inert_scalar(dtype: Any, raw: Any) -> Any:
-    """Stands in for numpy's scalar reconstruction: 8 bytes become one Python number."""
-    array = _InertArray()
-    array.__setstate__((1, (), dtype, False, raw))
-    return array.value.item()
-
-
-# numpy 1 and numpy 2 write different module names.
-STAND_INS: list[Any] = [
-    (stand_in, f"{module}.{name}")
-    for module in ("numpy.core.multiarray", "numpy._core.multiarray", "numpy")
-    for name, stand_in in (("_reconstruct", _InertArray), ("scalar", _inert_scalar),
-                           ("ndarray", _InertArray), ("dtype", _InertDtype))]
 
 
 @dataclass(frozen=True)
@@ -108,7 +63,7 @@ def read_checkpoint(data: bytes, name: str) -> Checkpoint:
     convolutions (`0.weight`, `4.0.conv1.weight`, ...), and torchvision's classifiers (`conv1.weight`, `layer1...`,
     whose last layer is left out). The latter two get GeM with p = 3 and no whitening.
     """
-    content = _restricted_load(data, name)
+    content = read_saved(data, name)
     if not isinstance(content, Mapping):
         raise LattqeError(f"{name}: holds a {type(content).__name__}, not the dict of a network file")
     if "state_dict" in content and "meta" in content:
@@ -123,28 +78,13 @@ def read_checkpoint(data: bytes, name: str) -> Checkpoint:
     return checkpoint
 
 
-def _restricted_load(data: bytes, name: str) -> Any:
+def read_saved(data: bytes, name: str) -> Any:
+    """What torch.save wrote, read by a machine that knows data only: anything else in the file is refused by name."""
     try:
-        with torch.serialization.safe_globals(STAND_INS):
-            content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged or hostile file can fail anywhere inside the unpickler
-        # torch wraps the reason in advice to load without restriction, which is the last thing to do with such a file.
-        inner = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
-        reason = str(inner).partition("Please use")[0] or type(inner).__name__
-        raise LattqeError(f"{name}: refused, it is not a file of plain tensors and numbers "
-                          f"({' '.join(reason.split())[:200]})") from None
-    return _plain(content)
-
-
-def _plain(value: Any) -> Any:
-    """Replace the stand-ins by the arrays they hold."""
-    if isinstance(value, _InertArray):
-        return value.value
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+        return load_torch(data, name, torch.from_numpy)
+    except LattqeError as error:
+        reason = " ".join(str(error).removeprefix(name).split()).removeprefix("is refused: ")
+        raise LattqeError(f"{name}: refused, it is not a file of plain tensors and numbers ({reason[:200]})") from error
 
 
 def _from_retrieval_layout(content: Mapping[str, Any], name: str) -> Checkpoint:

@@ -51,9 +51,20 @@ def loads(
 
     `meanings` are the names the pickle may mention; `persistent` resolves its persistent ids (torch files have them).
     """
+    return loads_first(data, name, meanings=meanings, persistent=persistent)[0]
+
+
+def loads_first(
+    data: bytes | mmap.mmap | memoryview,
+    name: str,
+    *,
+    meanings: Mapping[Name, Callable[..., Any]] = MEANINGS,
+    persistent: Callable[[Any], Any] | None = None,
+) -> tuple[Any, int]:
+    """Read the pickle that data begins with: its value, and where it ends."""
     machine = Machine(memoryview(data), meanings, persistent)
     try:
-        return machine.run()
+        return machine.run(), machine.position
     except Malformed as error:
         raise LattqeError(f"{name} is refused: {error}") from error
     except LattqeError:

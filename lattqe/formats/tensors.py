@@ -4,6 +4,7 @@ Read block by block, bfloat16 too, without torch and without unpickling.
 """
 
 import functools
+import io
 import json
 import math
 import struct
@@ -18,7 +19,7 @@ import numpy as np
 
 from lattqe.errors import LattqeError
 from lattqe.formats.matrix import BFLOAT16, Described, MatrixReader, Transposed, in_file, open_named
-from lattqe.formats.pickle_file import loads, open_contents
+from lattqe.formats.pickle_file import loads, loads_first, open_contents
 from lattqe.formats.pickle_names import MEANINGS, Malformed, Name
 from lattqe.formats.reader import Options
 
@@ -31,6 +32,7 @@ STORAGES: dict[Name, Any] = {
         "Byte": np.dtype("u1"), "Bool": np.dtype("?"),
     }.items()
 }  # fmt: skip
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # of torch.save before 1.6
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
 DTYPES: dict[str, Any] = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16,
@@ -72,14 +74,7 @@ class TorchFile:
         """Read what was saved, with tensors as matrices that stay in the file and as arrays of one dimension."""
         if self.members.get(f"{self.folder}byteorder") and self.read("byteorder") != b"little":
             raise LattqeError(f"{self.path} was saved on a big-endian machine; save it again on another")
-        meanings: dict[Name, Callable[..., Any]] = {
-            **MEANINGS,
-            **dict.fromkeys(STORAGES, _not_callable),
-            Name("torch._utils", "_rebuild_tensor_v2"): self.tensor,
-            Name("torch._utils", "_rebuild_parameter"): lambda tensor, *_rest: tensor,
-            Name("torch", "Size"): lambda sides: tuple(sides),
-        }
-        return loads(self.read("data.pkl"), str(self.path), meanings=meanings, persistent=self.storage)
+        return loads(self.read("data.pkl"), str(self.path), meanings=_meanings(self.tensor), persistent=self.storage)
 
     @functools.cache  # noqa: B019  a storage is shared by many tensors, and this object lives for one call
     def place(self, name: str) -> tuple[int, int]:
@@ -108,9 +103,7 @@ class TorchFile:
 
     def storage(self, reference: Any) -> Storage:
         """Resolve ('storage', torch.FloatStorage, '0', 'cpu', number of elements)."""
-        if not isinstance(reference, tuple) or len(reference) != 5 or reference[1] not in STORAGES:
-            raise Malformed(f"it refers to an unknown kind of storage {reference!r:.120}")
-        stored, name, count = STORAGES[reference[1]], reference[2], reference[4]
+        stored, name, count = _reference(reference)
         offset, size = self.place(f"data/{name}")
         if type(count) is not int or count * (2 if stored == BFLOAT16 else stored.itemsize) != size:
             raise Malformed(f"a storage declares {count!r:.40} elements and holds {size} bytes")
@@ -118,12 +111,7 @@ class TorchFile:
 
     def tensor(self, storage: Any, first: Any, shape: Any, strides: Any, *_rest: Any) -> Any:
         """Place a tensor in its storage: matrices stay in the file, one-dimensional tensors are read."""
-        numbers = (first, *shape, *strides)
-        if not isinstance(storage, Storage) or not all(type(number) is int and number >= 0 for number in numbers):
-            raise Malformed("a tensor is spelled wrong")
-        last = first + sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True))
-        if math.prod(shape) and (last >= storage.count or math.prod(shape) > storage.count):
-            raise Malformed(f"a tensor of shape {shape} is larger than its storage of {storage.count}")
+        _check_tensor(storage, first, shape, strides)
         itemsize = 2 if storage.stored == BFLOAT16 else storage.stored.itemsize
         offset = storage.offset + first * itemsize
         if len(shape) == 2 and strides[1] == 1 and strides[0] >= shape[1]:
@@ -133,6 +121,130 @@ class TorchFile:
         if len(shape) == 1 and strides[0] == 1 and storage.stored != BFLOAT16:
             return np.fromfile(self.path, storage.stored, shape[0], offset=offset)
         return Described(shape, np.dtype(np.float32) if storage.stored == BFLOAT16 else storage.stored)
+
+
+def load_torch(data: bytes, name: str, make: Callable[[np.ndarray], Any]) -> Any:
+    """Everything that torch.save wrote, in either of its formats: containers, numbers, numpy arrays, tensors by `make`.
+
+    Each tensor is a writable array of its own; together they may not be much larger than the data.
+    """
+    return _TorchBytes(data, name, make).value()
+
+
+class _TorchBytes:
+    """A saved file in memory. Before torch 1.6 it was five pickles, then the storages, each after its length."""
+
+    def __init__(self, data: bytes, name: str, make: Callable[[np.ndarray], Any]) -> None:
+        self.data, self.name, self.make = memoryview(data), name, make
+        self.budget = 4 * len(data) + (1 << 20)  # bytes: tensors can share a storage
+        self.kinds: dict[str, Any] = {}  # of the storages mentioned, by key
+        self.raw: dict[str, memoryview] = {}
+
+    def value(self) -> Any:
+        """Read what was saved."""
+        try:
+            if not zipfile.is_zipfile(io.BytesIO(self.data)):
+                return self._legacy()
+            with zipfile.ZipFile(io.BytesIO(self.data)) as archive:
+                return self._zipped(archive)
+        except LattqeError:
+            raise
+        except Exception as error:  # zipfile raises nearly everything for a damaged file
+            raise LattqeError(f"{self.name} is refused: it is damaged ({type(error).__name__})") from error
+
+    def _zipped(self, archive: zipfile.ZipFile) -> Any:
+        programs = [info.filename for info in archive.infolist() if info.filename.rpartition("/")[2] == "data.pkl"]
+        if len(programs) != 1 or any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+            raise LattqeError(f"{self.name} is refused: it is a zip file, but none of torch.save's")
+        folder = programs[0].removesuffix("data.pkl")
+        for info in archive.infolist():
+            if info.filename.startswith(f"{folder}data/"):
+                self.raw[info.filename.removeprefix(f"{folder}data/")] = memoryview(archive.read(info))
+        return loads(archive.read(programs[0]), self.name, meanings=_meanings(self.tensor), persistent=self.storage)
+
+    def _legacy(self) -> Any:
+        magic, position = loads_first(self.data, self.name)
+        if magic != LEGACY_MAGIC:
+            raise LattqeError(f"{self.name} is refused: it is no file of torch.save")
+        for _ in range(2):  # the format's version, and the machine that wrote it
+            position += loads_first(self.data[position:], self.name)[1]
+        program = self.data[position:]
+        # The storages follow the program, so it runs twice: to know their types, and to make the tensors.
+        mentioned = _meanings(lambda *_parts: None)
+        position += loads_first(program, self.name, meanings=mentioned, persistent=self._mention)[1]
+        keys, length = loads_first(self.data[position:], self.name)
+        position += length
+        for key in keys if isinstance(keys, list) else []:
+            (count,) = struct.unpack_from("<q", self.data, position) if position + 8 <= len(self.data) else (-1,)
+            size = count * _itemsize(self.kinds.get(key, np.dtype("u1")))
+            position += 8
+            if count < 0 or position + size > len(self.data):
+                raise LattqeError(f"{self.name} is refused: it ends in the middle of a storage")
+            self.raw[key] = self.data[position : position + size]
+            position += size
+        return loads_first(program, self.name, meanings=_meanings(self.tensor), persistent=self.storage)[0]
+
+    def _mention(self, reference: Any) -> None:
+        stored, key, _ = _reference(reference)
+        self.kinds[key] = stored
+
+    def storage(self, reference: Any) -> tuple[Storage, memoryview]:
+        """The storage and its bytes."""
+        stored, key, count = _reference(reference)
+        raw = self.raw.get(key)
+        if raw is None or type(count) is not int or count * _itemsize(stored) != len(raw):
+            raise Malformed(f"the storage {key!r:.40} is missing or not of {count!r:.40} elements")
+        return Storage(stored, 0, count), raw
+
+    def tensor(self, stored: Any, first: Any, shape: Any, strides: Any, *_rest: Any) -> Any:
+        """One tensor, copied out of its storage."""
+        if not isinstance(stored, tuple) or len(stored) != 2:
+            raise Malformed("a tensor is spelled wrong")
+        storage, raw = stored
+        _check_tensor(storage, first, shape, strides)
+        size = _itemsize(storage.stored)
+        self.budget -= math.prod(shape) * size
+        if self.budget < 0:
+            raise Malformed("its tensors unfold to far more than its own size")
+        flat = np.frombuffer(raw, "<u2" if storage.stored == BFLOAT16 else storage.stored)[first:]
+        array = np.lib.stride_tricks.as_strided(flat, shape, [stride * size for stride in strides], writeable=False)
+        if storage.stored == BFLOAT16:
+            return self.make((array.astype(np.uint32) << 16).view(np.float32))
+        return self.make(np.array(array, order="C"))
+
+
+def _meanings(tensor: Callable[..., Any]) -> dict[Name, Callable[..., Any]]:
+    """What the names in a torch file mean, tensors being made by `tensor(storage, first, shape, strides)`."""
+    return {
+        **MEANINGS,
+        **dict.fromkeys(STORAGES, _not_callable),
+        Name("torch._utils", "_rebuild_tensor"): tensor,
+        Name("torch._utils", "_rebuild_tensor_v2"): tensor,
+        Name("torch._utils", "_rebuild_parameter"): lambda tensor, *_rest: tensor,
+        Name("torch", "Size"): lambda sides: tuple(sides),
+    }
+
+
+def _reference(reference: Any) -> tuple[Any, str, Any]:
+    """Type, key and number of elements of ('storage', torch.FloatStorage, '0', 'cpu', count, None in old files)."""
+    if not isinstance(reference, tuple) or len(reference) not in (5, 6) or reference[5:] not in ((), (None,)) \
+            or reference[1] not in STORAGES or not isinstance(reference[2], str):
+        raise Malformed(f"it refers to an unknown kind of storage {reference!r:.120}")
+    return STORAGES[reference[1]], reference[2], reference[4]
+
+
+def _itemsize(stored: Any) -> int:
+    return 2 if stored == BFLOAT16 else int(stored.itemsize)
+
+
+def _check_tensor(storage: Any, first: Any, shape: Any, strides: Any) -> None:
+    """Refuse a tensor that does not lie within its storage."""
+    if not isinstance(storage, Storage) or not isinstance(shape, tuple) or not isinstance(strides, tuple) \
+            or not all(type(number) is int and number >= 0 for number in (first, *shape, *strides)):
+        raise Malformed("a tensor is spelled wrong")
+    last = first + sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True))
+    if math.prod(shape) and (last >= storage.count or math.prod(shape) > storage.count):
+        raise Malformed(f"a tensor of shape {shape} is larger than its storage of {storage.count}")
 
 
 def _not_callable(*_arguments: Any) -> Any:

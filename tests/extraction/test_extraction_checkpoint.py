@@ -145,10 +145,9 @@ def test_hostile_file_runs_nothing(tmp_path, where, legacy):
         assert canary.exists()
 
 
-@pytest.mark.parametrize("array", [np.array([{}], dtype=object), ForgedArray(), np.array(["text"]),
-                                   np.array([(1, 2.0)], dtype="i4,f4")])
+@pytest.mark.parametrize("array", [np.array([{}], dtype=object), ForgedArray(), np.array([(1, 2.0)], dtype="i4,f4")])
 def test_arrays_of_anything_but_numbers_are_refused(published, array):
-    with pytest.raises(LattqeError, match="only plain numbers are read"):
+    with pytest.raises(LattqeError, match=r"only (plain )?numbers and strings are read|the unreadable type"):
         read_checkpoint(published({}, Lw=array), "net.pth")
 
 

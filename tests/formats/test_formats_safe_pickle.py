@@ -1,5 +1,6 @@
 """The pickle reader gives what pickle gives for plain data, and refuses the rest without running any of it."""
 
+import io
 import pickle
 import struct
 import subprocess
@@ -8,11 +9,13 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lattqe.errors import LattqeError
 from lattqe.formats.pickle_file import load, loads
+from lattqe.formats.tensors import load_torch
 
 PROTOCOLS = range(6)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -175,3 +178,54 @@ def test_files_that_cannot_be_read(tmp_path):
     for name, words in {"empty.pkl": "is empty", "absent.pkl": "cannot read", ".": "cannot read"}.items():
         with pytest.raises(LattqeError, match=words):
             load(tmp_path / name)
+
+
+def saved(content, legacy):
+    file = io.BytesIO()
+    torch.save(content, file, _use_new_zipfile_serialization=not legacy)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_torch_files_as_torch_reads_them(legacy):
+    """All kinds of elements, shapes and views; tensors that share a storage; parameters; numpy beside them."""
+    base = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
+    content = {
+        "base": base, "view": base[1, :, 1:3], "turned": base.permute(2, 0, 1), "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 5), "half": torch.randn(3).half(), "brain": torch.randn(2, 2).bfloat16(),
+        "flags": torch.tensor([True, False]), "parameter": torch.nn.Parameter(torch.ones(2)), "number": 0.5,
+        "array": np.eye(2), "list": [1, "two", (torch.ones(1),)], "count": torch.tensor([2**40]),
+    }
+    found = load_torch(saved(content, legacy), "x.pth", torch.from_numpy)
+    expected = torch.load(io.BytesIO(saved(content, legacy)), weights_only=False)
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            wanted = value.detach().float() if value.dtype == torch.bfloat16 else value.detach()
+            assert found[name].dtype == wanted.dtype
+            assert torch.equal(found[name], wanted)
+    assert (found["number"], found["list"][:2]) == (0.5, [1, "two"])
+    np.testing.assert_array_equal(found["array"], np.eye(2))
+    found["base"][0] = -1  # arrays of their own, not views of the file
+    assert float(found["view"][0, 0]) == float(base[1, 0, 1])
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_damaged_torch_files_are_refused_or_read(legacy):
+    data = saved({"a": torch.arange(6.0).reshape(2, 3), "b": {"c": torch.ones(4)}}, legacy)
+    outcomes, refusals = [], []
+    for position in range(0, len(data), 3):
+        for damaged in (data[:position], data[:position] + bytes([data[position] ^ 0x41]) + data[position + 1 :]):
+            try:
+                outcomes.append(load_torch(damaged, "x.pth", torch.from_numpy))
+            except LattqeError as error:
+                refusals.append(str(error))
+    assert all("x.pth" in refusal for refusal in refusals)
+    assert len(refusals) > len(data) // 3  # each cut at least; some bytes say nothing: padding, times
+
+
+def test_torch_files_that_unfold_to_more_than_they_are():
+    """Thousands of tensors may share one storage."""
+    base = torch.zeros(100_000)
+    data = saved([base.view(-1)[:99_000 + row] for row in range(1000)], False)
+    with pytest.raises(LattqeError, match="unfold to far more than its own size"):
+        load_torch(data, "x.pth", torch.from_numpy)
