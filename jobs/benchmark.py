@@ -131,7 +131,7 @@ def fill(chosen: "Run", bench: "Bench") -> None:
     while cells := bench.cells_to_do():
         with progress_bar("cells", len(cells)) as bar:
             bench.indexes.tell = partial(bar.advance, 0)
-            bench.fill(cells, lambda cell, bar=bar: bar.advance(1, cell.dataset))  # type: ignore[misc]
+            bench.fill(cells, lambda cell, bar=bar: bar.advance(1, shown(cell.dataset)))  # type: ignore[misc]
         if not warned:  # after the first step, which is no expansion: before hours go into the rest
             warned = True
             warn(golden_warnings(chosen, bench))
@@ -139,12 +139,13 @@ def fill(chosen: "Run", bench: "Bench") -> None:
 
 def show_plan(chosen: "Run", bench: "Bench") -> None:
     """Print what is going to be measured."""
-    show_table("plan", {
+    rows = {
         "data sets": ", ".join(f"{name} ({opened.queries.rows} queries, {opened.database.rows:,} rows)"
                                for name, opened in bench.inputs.items()),
         "distractors": ", ".join(f"{dataset}+{name} ({features.rows:,} rows)"
                                  for (dataset, name), features in bench.distractors.items()) or "none",
-        "methods": ", ".join(method.label for method in chosen.entries)})
+        "methods": ", ".join(method.label for method in chosen.entries)}
+    show_table("plan", {name: printable(text) for name, text in rows.items()})
 
 
 def golden_warnings(chosen: "Run", bench: "Bench") -> list[str]:
@@ -256,7 +257,12 @@ def print_density(results: dict[str, Any]) -> None:
 
 def shown(text: str) -> str:
     """Text from users for the screen: brackets are no markup, and control characters do nothing."""
-    return escape("".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text))
+    return escape(printable(text))
+
+
+def printable(text: str) -> str:
+    """Text without control characters, which could move the cursor or change colours."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def warn(warnings: list[str]) -> None:

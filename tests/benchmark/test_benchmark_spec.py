@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lattqe.benchmark.runfile import load_run, parse_run
+from lattqe.benchmark.spec import Setting
 from lattqe.errors import LattqeError
 from lattqe.store import save_model
 
@@ -94,6 +95,53 @@ def test_the_variants_of_a_finished_ablation_make_table_2(tmp_path: Path, model:
         with pytest.raises(LattqeError, match=words):
             parse_run(content, tmp_path, "run.toml")
         (made / "ablations.json").touch()
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("x = " + "[" * 100_000, "nested too deeply"),
+    ("bootstrap = " + "9" * 5_000, "not valid TOML"),
+    ("# " + "x" * (1 << 20), "more than 1,048,576 bytes"),
+    ("title = \"\\u0000\"\nbootstrap = 1_000_000_000_000", "bootstrap is 1e\\+12: use at most 1,000,000"),
+    ("[[method]]\nmethod = \"aqe\"\nnqe = 2_000_000", "nqe is 2e\\+06: use at most 1,000,000"),
+])
+def test_hostile_files_are_one_line(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(LattqeError, match=words) as caught:
+        load_run(tmp_path / "run.toml")
+    assert "\n" not in str(caught.value)
+
+
+GRAPH = {"method": "diffusion"}
+
+
+@pytest.mark.parametrize(("entry", "words"), [
+    (GRAPH | {"kq": [5, 10]}, "fixed but has several settings"),
+    (GRAPH | {"hops": 3}, "unknown key 'hops'"),
+    (GRAPH | {"alpha": 1.0}, "alpha is 1.0: use a share from 0 to below 1"),
+    (GRAPH | {"kq": 0}, "kq is 0"),
+    (GRAPH | {"nqe": 4}, "ndba and nqe of diffusion need before"),
+    (GRAPH | {"before": "aqe"}, "before needs ndba or nqe"),
+    (GRAPH | {"before": "lattqe", "nqe": 4}, "before is 'lattqe': use one of aqe, aqewd"),
+    ({"method": "propagation", "hops": 1000}, "hops is 1000|1000 hops"),
+    ({"method": "alphaqe", "nqe": 4, "alpha": -1}, "alpha is -1.0"),
+])
+def test_mistakes_in_graph_methods_are_refused_by_name(entry: dict[str, object], words: str) -> None:
+    with pytest.raises(LattqeError, match=words) as caught:
+        parse_run({"dataset": [DATASET], "method": [entry]}, Path("."), "run.toml")
+    assert "run.toml, method 1" in str(caught.value)
+
+
+def test_a_graph_method_comes_after_what_is_done_before(tmp_path: Path) -> None:
+    entry = GRAPH | {"before": "aqewd", "ndba": 12, "nqe": 8, "kq": [10, 20], "gamma": 6, "choose": "test"}
+    hopping = {"method": "propagation", "before": "aqewd", "nqe": 12}
+    run = parse_run({"dataset": [DATASET], "method": [AQE, entry, hopping]}, tmp_path, "run.toml")
+    assert [method.label for method in run.entries] == ["AQE", "diffusion", "propagation"]
+    first, second = run.graph_methods[0].pipelines
+    assert (first.dba, first.qe) == (Setting("aqewd", 12), Setting("aqewd", 8))
+    assert [each.rank.k for each in (first, second)] == [10, 20]  # type: ignore[union-attr]
+    assert dict(first.rank.params) == {"alpha": 0.99, "gamma": 6.0, "kd": 20}  # type: ignore[union-attr]
+    (only,) = run.graph_methods[1].pipelines
+    assert (only.dba.method, only.dba.k, only.qe) == ("propagation", 10, Setting("aqewd", 12))  # type: ignore[union-attr]
 
 
 def test_files_that_are_no_toml_or_not_there(tmp_path: Path) -> None:

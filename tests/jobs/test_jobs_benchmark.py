@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import io
 import json
 from pathlib import Path
 
@@ -75,6 +76,34 @@ def test_any_descriptors_under_the_real_ground_truth(real_gnd: Path, tmp_path: P
                                                                             ("no expansion", "medium", "mP@10")}
     assert (tmp_path / "results" / "cells" / f"{rows[0]['cell']}.json").exists()
     assert "report.html" in done.stderr
+
+
+HOSTILE = ("$x$ [/bold] \x1b[31m", "=1+1", "<script>$\\frac{</script>")
+
+
+def test_hostile_names_are_text_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(4, dtype=np.int32), 5)
+    for name, prefix in (("database", "[/red]$"), ("queries", "=cmd|' /C calc'!")):
+        with FeatureWriter(str(tmp_path / name), DIM, dtype="float32", labels=True) as writer:
+            writer.append(rng.standard_normal((20, DIM)).astype(np.float32), [f"{prefix}{row}" for row in range(20)],
+                          labels)
+    text = RUN.format(truth="labels", published="false").replace('"roxford5k"', json.dumps(HOSTILE[1]))
+    text = f"title = {json.dumps(HOSTILE[0])}\n" + text + f"label = {json.dumps(HOSTILE[2])}\n"
+    (tmp_path / "run.toml").write_text(text)
+    monkeypatch.setattr(jobs.benchmark, "screen", screen := Console(record=True, width=200, file=io.StringIO()))
+    done = CliRunner().invoke(app, [str(tmp_path / "run.toml"), "--to", str(tmp_path / "results")])
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    shown = screen.export_text()
+    assert "$x$ [/bold]" in shown
+    assert "\x1b[31m" not in shown
+    page = (tmp_path / "results" / "report.html").read_text()
+    assert "<script>$" not in page
+    assert "&lt;script&gt;$\\frac{&lt;/script&gt;" in page
+    with open(tmp_path / "results" / "results.csv", newline="") as lines:
+        rows = list(csv.reader(lines))
+    assert not [cell for row in rows for cell in row if cell.startswith(("=", "@"))]
+    assert "'=1+1" in {row[4] for row in rows}
 
 
 @pytest.mark.parametrize(("change", "words"), [
