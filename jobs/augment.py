@@ -63,7 +63,8 @@ def main(
     from cluster.here import runs_here
     from lattqe.augmentation import GRAPH, Augmentation
     from lattqe.expansion import create
-    from lattqe.store import FeatureSet
+    from lattqe.store import FeatureSet, open_place
+    from lattqe.store.pending import refuse_foreign_files
 
     check_reach(reach)
     original = FeatureSet.open(features)
@@ -73,6 +74,7 @@ def main(
     k = k or theta.suggested_k(dba=True)
     hops, hop_alpha = chosen_hops(theta, hops, hop_alpha)
     given = given_graph(neighbors, original, theta.depth(k)) if neighbors is not None else None
+    refuse_foreign_files(open_place(to))  # before a graph or edges are put there
     here = reach == "auto" and runs_here(original.rows, workers, address)
     with nullcontext() if here else on_ray(address):
         graph = given or computed_graph(original, f"{to.rstrip('/')}/{GRAPH}", theta.depth(k), workers, cache, here)
