@@ -17,8 +17,8 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 import lattqe
+from cluster.autoscaling import grown_cluster
 from cluster.environment import forwarded_environment, setting_function
-from cluster.growth import grown_cluster
 from lattqe.errors import LattqeError
 from lattqe.events import event
 

@@ -26,7 +26,7 @@ def main(
 
     Example: lattqe append index new-features --to index2
     """
-    from cluster.here import runs_here
+    from cluster import runs_here
     from lattqe.augmentation import ORIGINALS, Recipe
     from lattqe.augmentation.growth import plan_growth
     from lattqe.memory import resident_bytes

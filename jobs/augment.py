@@ -60,7 +60,7 @@ def main(
 
     Example: lattqe augment features --method lattqe --model model -k 48 --to index
     """
-    from cluster.here import runs_here
+    from cluster import runs_here
     from lattqe.augmentation import GRAPH, Augmentation
     from lattqe.expansion import create
     from lattqe.store import FeatureSet, open_place

@@ -16,7 +16,7 @@ from lattqe.benchmark.presets import PRESETS, Options, preset_run
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
-    from cluster.benchmarking import Bench
+    from cluster.benchmark import Bench
     from lattqe.benchmark.spec import Run
     from lattqe.report.examples import Examples
 
@@ -116,7 +116,7 @@ def measure_run(chosen: "Run", to: str, workers: int | None = None, shards: int 
 def measured(chosen: "Run", to: str, workers: int | None, shards: int | None,
              start_ray: Callable[[], AbstractContextManager[Any]]) -> "Bench":
     """Fill the missing cells of a run; Ray starts where something is too large for this process."""
-    from cluster.benchmarking import Bench
+    from cluster.benchmark import Bench
 
     bench = Bench(chosen, to, workers, shards)
     show_plan(chosen, bench)

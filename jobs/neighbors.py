@@ -59,7 +59,7 @@ def main(
 
     Killed at any time, the same command goes on where it stopped. Example: lattqe neighbors features -k 64 --to graph
     """
-    from cluster.here import runs_here
+    from cluster import runs_here
     from lattqe.search.stored import GraphTask, begin_graph, check_sets, open_sets
     from lattqe.store import find_manifest, open_place
 

@@ -80,7 +80,7 @@ def main(
 def open_index(sources: "list[FeatureSet]", workers: int | None, address: str | None,
                cache: str | None) -> "Iterator[tuple[Index, dict[str, str]]]":
     """The rows of all sources as one index, in this process while there are few, else in shards on Ray; and where."""
-    from cluster.here import runs_here
+    from cluster import runs_here
 
     if runs_here(sum(each.rows for each in sources), workers, address):
         from lattqe.search.index import StoredIndex

@@ -16,7 +16,7 @@ FORMAT = 1
 
 
 class Source(Protocol):
-    """Where results come from: `cluster.benchmarking.Bench` is one."""
+    """Where results come from: `cluster.benchmark.Bench` is one."""
 
     def lookup(self, cell: Cell) -> Measured:
         """The result of a cell."""

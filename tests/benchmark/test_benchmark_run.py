@@ -9,7 +9,7 @@ import pytest
 from benchmark_sets import FIXED, small_run
 
 import lattqe
-from cluster.benchmarking import Bench
+from cluster.benchmark import Bench
 from lattqe.benchmark.cells import Cell
 from lattqe.benchmark.choosing import choose_rows, mean_map
 from lattqe.benchmark.inputs import Inputs
@@ -170,9 +170,9 @@ def test_rivals_on_the_graph_are_rows_like_all_others(run: Run, tmp_path: Path) 
 
 
 def test_what_cannot_run_is_refused_before_anything_is_measured(run: Run, tmp_path: Path, monkeypatch) -> None:
-    import cluster.benchmarking
+    import cluster.benchmark
 
-    monkeypatch.setattr(cluster.benchmarking, "MOST_ROWS", 500)
+    monkeypatch.setattr(cluster.benchmark, "MOST_ROWS", 500)
     with pytest.raises(LattqeError, match=r"oxford has 6\d\d rows with its distractors, but diffusion works in one"):
         Bench(dataclasses.replace(run, graph_methods=RIVALS), str(tmp_path))
     LAttQE(LAttQEConfig(dim=16, heads=2, layers=1, max_k=8)).save(str(tmp_path / "model"))

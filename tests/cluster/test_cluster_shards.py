@@ -135,7 +135,7 @@ def test_missing_resources_are_named_in_time(crowded):
 
 def test_rows_that_cannot_fit_are_refused(crowded, monkeypatch):
     node = {"Alive": True, "Resources": {"CPU": 7, "memory": 1e5}}
-    monkeypatch.setattr("cluster.reservation.ray.nodes", lambda: [node])
+    monkeypatch.setattr("cluster.shards.ray.nodes", lambda: [node])
     with pytest.raises(LattqeError, match="2 shards of 0 MiB do not fit the cluster's 0 MiB: add nodes"):
         ShardedIndex(crowded[0].uri, 2)
 

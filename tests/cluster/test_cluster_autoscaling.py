@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster import growth
+from cluster import autoscaling
 from lattqe.errors import LattqeError
 
 
@@ -22,36 +22,36 @@ def cluster(monkeypatch):
     made.asked = []
     monkeypatch.setattr("ray.cluster_resources", made.resources)
     monkeypatch.setattr(ray.autoscaler.sdk, "request_resources", lambda bundles: made.asked.append(bundles))
-    monkeypatch.setattr(growth, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(autoscaling, "POLL_SECONDS", 0.001)
     return made
 
 
 def test_nothing_is_asked_for_by_default(cluster, monkeypatch):
     monkeypatch.delenv("LATTQE_GPUS", raising=False)
     monkeypatch.delenv("LATTQE_CPUS", raising=False)
-    with growth.grown_cluster():
+    with autoscaling.grown_cluster():
         assert cluster.asked == []
 
 
 def test_the_cluster_grows_before_the_job_and_is_released_after_it(cluster, monkeypatch):
     monkeypatch.setenv("LATTQE_GPUS", "3")
-    with growth.grown_cluster(seconds=5):
+    with autoscaling.grown_cluster(seconds=5):
         assert cluster.asked == [[{"GPU": 1}] * 3]
         assert cluster.gpus == 3
     assert cluster.asked[-1] == []
-    with pytest.raises(ZeroDivisionError), growth.grown_cluster(seconds=5):
+    with pytest.raises(ZeroDivisionError), autoscaling.grown_cluster(seconds=5):
         raise ZeroDivisionError
     assert cluster.asked[1:] == [[], [{"GPU": 1}] * 3, []]
 
 
 def test_what_came_is_used_and_nothing_at_all_is_an_error(cluster, monkeypatch):
     monkeypatch.setenv("LATTQE_GPUS", "9")
-    with growth.grown_cluster(seconds=0.1):
+    with autoscaling.grown_cluster(seconds=0.1):
         assert cluster.gpus == 8
     cluster.gpus = cluster.limit = 0
-    with pytest.raises(LattqeError, match=r"still no GPU \(wanted 9\)"), growth.grown_cluster(seconds=0.01):
+    with pytest.raises(LattqeError, match=r"still no GPU \(wanted 9\)"), autoscaling.grown_cluster(seconds=0.01):
         pass
     assert cluster.asked[-1] == []
     monkeypatch.setenv("LATTQE_GPUS", "many")
-    with pytest.raises(LattqeError, match="LATTQE_GPUS is 'many'"), growth.grown_cluster():
+    with pytest.raises(LattqeError, match="LATTQE_GPUS is 'many'"), autoscaling.grown_cluster():
         pass

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from benchmark_sets import small_run
 
-from cluster.benchmarking import Bench
+from cluster.benchmark import Bench
 from cluster.session import ray_session
 from lattqe.benchmark.cells import Cell
 from lattqe.benchmark.spec import Candidate, Setting
