@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jobs.console import command, human_bytes, print_json, run, show_table
+from jobs.console import command, human_bytes, print_json, run, screen, show_table
 from lattqe.errors import LattqeError
 
 SAMPLE_ROWS = 3
@@ -15,17 +15,33 @@ SHOWN_VALUES = 4
 
 def main(
     uri: Annotated[str, typer.Argument(help="A feature set, neighbor graph, list of ranks or model.")],
+    figure: Annotated[str | None, typer.Option(help="Of a graph: FILE.svg with its similarities and hubs.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Say what a stored artifact is, what is in it, and what made it."""
-    from lattqe.store.artifacts import open_artifact
-    from lattqe.store.models import model_address
+    from lattqe.store import NeighborGraph, Ranks, open_artifact
+    from lattqe.store.export import write_file
+    from lattqe.store.manifest import describe_kind
 
-    facts = describe(open_artifact(model_address(uri)))
+    artifact = open_artifact(uri)
+    facts = describe(artifact)
+    if isinstance(artifact, NeighborGraph) and not isinstance(artifact, Ranks):
+        from lattqe.search.statistics import graph_statistics
+
+        statistics = graph_statistics(artifact)
+        facts["graph"] = statistics.to_dict()
+        if figure is not None:
+            from lattqe.report.graph import graph_figure
+
+            write_file(figure, graph_figure(statistics).encode())
+    elif figure is not None:
+        raise LattqeError(f"--figure is for neighbor graphs, and {uri} is {describe_kind(artifact.manifest.kind)}")
     if json:
         print_json(facts)
         return
     show_table(facts["uri"], _lines(facts))
+    if figure is not None:
+        screen.print(f"wrote {figure}", markup=False, soft_wrap=True)
 
 
 def describe(artifact: Any) -> dict[str, Any]:
@@ -98,6 +114,8 @@ def _lines(facts: dict[str, Any]) -> dict[str, str]:
         lines["columns"] = ", ".join(f"{column['name']}: {column['type']}" for column in fields["columns"])
     lines |= {"bytes": f"{human_bytes(facts['bytes'])} in {facts['parts']} parts", "digest": facts["digest"],
               "made by": f"lattqe {facts['code_version']}"}
+    if "graph" in facts:
+        lines |= _graph_lines(facts["graph"], facts["rows"])
     lines |= {f"with {name}": _compact(value) for name, value in facts["config"].items()}
     lines |= {f"from {name}": f"{entry.get('uri')} ({entry.get('kind')}, digest {entry.get('digest')})"
               for name, entry in facts["inputs"].items()}
@@ -105,6 +123,19 @@ def _lines(facts: dict[str, Any]) -> dict[str, str]:
     lines |= {f"{what} {number}" if what == "row" else what: _compact(row)
               for number, row in enumerate(facts["sample"])}
     return lines
+
+
+def _graph_lines(graph: dict[str, Any], rows: int) -> dict[str, str]:
+    """What a graph says of its collection."""
+    named, orphans = graph["in_degree"], graph["rows_in_no_list"]
+    return {
+        "hubs": f"Gini {named['gini']:.2f}, skewness {named['skewness']:.1f} of in-degrees; the top 1 % of the rows "
+                f"are {100 * named['share_of_top_percent']:.1f} % of all entries; row {named['largest_row']} is in "
+                f"{named['largest']:,} lists",
+        "isolated": f"{orphans:,} rows ({100 * orphans / rows:.1f} %) are in no list, "
+                    f"{graph['rows_without_neighbors']:,} have no neighbor",
+        "first similarity": ", ".join(f"{value:.3f} at {name}" for name, value in graph["first_similarity"].items()),
+    }
 
 
 def _parameters(tensors: dict[str, Any]) -> int:

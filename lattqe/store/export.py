@@ -168,6 +168,12 @@ def _claim(place: Place, name: str, record: str, plan: dict[str, Any]) -> bool |
     return None if files and all(_size(place, each) == size for each, size in files.items()) else False
 
 
+def write_file(to: str, data: bytes) -> None:
+    """Put a small file at an address, on disk or S3, replacing what is there."""
+    place, name = _split(to)
+    place.write(name, data)
+
+
 def _size(place: Place, name: str) -> int | None:
     try:
         return place.size(name)

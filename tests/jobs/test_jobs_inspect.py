@@ -173,3 +173,28 @@ def test_exports_that_cannot_be(run, artifacts, tmp_path, monkeypatch, arguments
     assert code == 2
     assert match in err
     assert [path.name for path in tmp_path.iterdir()] == ["taken.npy"]
+
+
+def test_info_of_a_graph_shows_hubs_and_similarities(run, artifacts, tmp_path):
+    """Against slow twins; row 0 is in every list, two rows are in none, one has no neighbor."""
+    I = np.array([[1, 2], [0, 2], [0, 1], [0, 1], [-1, -1]])  # noqa: E741
+    D = np.array([[0.9, 0.5], [0.9, 0.4], [0.5, 0.4], [0.3, 0.1], [0, 0]], np.float32)
+    pending = Pending.begin(str(tmp_path / "graph"), "neighbors", {"k": 2}, [5])
+    pending.publish(0, neighbors_table(I, D))
+    pending.finish()
+    code, out, _ = run(jobs.info, tmp_path / "graph", "--json", "--figure", tmp_path / "graph.svg")
+    assert code == 0
+    found = json.loads(out)["graph"]
+    degrees = [3, 3, 2, 0, 0]
+    differences = sum(abs(a - b) for a in degrees for b in degrees)
+    assert found["in_degree"]["gini"] == round(differences / (2 * 5 * sum(degrees)), 4)
+    mean = sum(degrees) / 5
+    moments = [sum((d - mean) ** power for d in degrees) / 5 for power in (2, 3)]
+    assert found["in_degree"]["skewness"] == round(moments[1] / moments[0] ** 1.5, 4)
+    assert (found["in_degree"]["largest"], found["rows_in_no_list"], found["rows_without_neighbors"]) == (3, 2, 1)
+    assert (found["first_similarity"]["0%"], found["first_similarity"]["100%"]) == (0.3, 0.9)
+    assert (tmp_path / "graph.svg").read_text().startswith("<svg")
+    code, _, err = run(jobs.info, tmp_path / "graph")
+    assert (code, "2 rows (40.0 %) are in no list, 1 have no neighbor" in err) == (0, True)
+    code, _, err = run(jobs.info, artifacts / "features", "--figure", tmp_path / "x.svg")
+    assert (code, "--figure is for neighbor graphs" in err) == (2, True)
