@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from lattqe.benchmark.cells import Cell
-from lattqe.benchmark.choosing import Lookup, Row, mean_map, reported, sweep
+from lattqe.benchmark.choosing import Lookup, Row, mean_map, regime_setting, reported, sweep, sweep_lines
 from lattqe.benchmark.spec import Dataset, Pipeline, Run, Setting, is_learned
+from lattqe.datasets.revisited import published
 from lattqe.evaluation import Scores, paired_bootstrap, regimes
 
 WEIGHTS_K = 64  # neighbors whose weights are shown, the paper's nQE, where the methods can take so many
@@ -44,23 +45,23 @@ def _by_queries(run: Run, row: Row, lookup: Lookup) -> list[list[Scores]]:
 def figure3(run: Run, rows: Sequence[Row], lookup: Lookup) -> dict[str, Any]:
     """Mean mAP on the tested sets, without distractors, over nQE; the other parameters as chosen."""
     tested = run.datasets_of("test")
-    series = []
-    for row in rows:
-        settings = sweep(run, row)
-        if settings:
-            series.append({"label": row.label, "method": row.method, "nqe": [setting.k for setting in settings],
-                           "map": [mean_map(lookup, tested, Pipeline(qe=setting)) for setting in settings]})
+    series = [{"label": label, "method": method, "nqe": [setting.k for setting in settings],
+               "map": [mean_map(lookup, tested, Pipeline(qe=setting)) for setting in settings]}
+              for label, method, settings in sweep_lines(run, rows)]
     return {"no_qe": mean_map(lookup, tested, Pipeline()), "series": series}
 
 
 def figure4(run: Run, rows: Sequence[Row], lookup: Lookup) -> dict[str, Any]:
-    """Relative gain in three groups of queries, by number of positives and by AP before expansion."""
+    """Relative gain in three groups of queries, by number of positives and by AP before expansion.
+
+    In a run beside the paper, `published` has the paper's bars by method.
+    """
     tested = run.datasets_of("test")
     result: dict[str, Any] = {"by_positives": {}, "by_ap_before": {}}
     if not any(row.kind == "qe" for row in rows):
         return result
     before = _pooled(lookup, tested, None)
-    after = {row.label: _pooled(lookup, tested, row.pipeline.qe) for row in rows if row.kind == "qe"}
+    after = {row.label: _pooled(lookup, tested, regime_setting(run, row)) for row in rows if row.kind == "qe"}
     for setup, (ap, positives) in before.items():
         for name, by, unit in (("by_positives", positives, 1), ("by_ap_before", ap, 100)):
             groups = {row.label: regimes(ap, after[row.label][setup][0], by) for row in rows if row.kind == "qe"}
@@ -69,8 +70,14 @@ def figure4(run: Run, rows: Sequence[Row], lookup: Lookup) -> dict[str, Any]:
                        "relative": [100 * group.relative for group in groups[row.label]]}
                       for row in rows if row.kind == "qe"]
             result[name][setup] = {"level": [unit * group.level for group in some],
-                                   "queries": [group.queries for group in some], "series": series}
+                                   "queries": [group.queries for group in some], "series": series,
+                                   "published": _published_bars(name, setup) if run.published else {}}
     return result
+
+
+def _published_bars(name: str, setup: str) -> dict[str, list[float]]:
+    """The paper's relative gains by method, in percent."""
+    return published()["figure4"][name].get(setup, {}).get("relative", {})
 
 
 def _pooled(lookup: Lookup, datasets: Sequence[Dataset],

@@ -79,6 +79,8 @@ def graph_row(run: Run, lookup: Lookup, method: GraphCandidate) -> Row:
 
 def dba_pipelines(run: Run, lookup: Lookup, method: Candidate) -> list[Pipeline]:
     """The settings of database and queries to choose from."""
+    if method.own_dba:
+        return [Pipeline(*pair) for params in method.variants() for pair in method.dba_settings(params)]
     settled = qe_row(run, lookup, method).pipeline.qe if len(method.variants()) > 1 else method.qe_settings()[0]
     return [Pipeline(*pair) for pair in method.dba_settings(settled.params)] if settled is not None else []
 
@@ -106,6 +108,26 @@ def sweep(run: Run, row: Row) -> list[Setting]:
         return []
     most = largest_k(qe)
     return [Setting(row.method, k, qe.params) for k in run.nqe_sweep if most is None or k <= most]
+
+
+def sweep_lines(run: Run, rows: Sequence[Row]) -> list[tuple[str, str, list[Setting]]]:
+    """The lines of figure 3: label, method and settings; those of the table, then further ones that the run names."""
+    lines = [(row.label, row.method, sweep(run, row)) for row in rows]
+    taken = {(settings[0].method, settings[0].params) for _, _, settings in lines if settings}
+    lines += [(label, kept.method, [replace(kept, k=k) for k in run.nqe_sweep]) for label, kept in run.more_sweeps
+              if (kept.method, kept.params) not in taken]
+    return [line for line in lines if line[2]]
+
+
+def regime_setting(run: Run, row: Row) -> Setting | None:
+    """The setting of a line in figure 4: what the run names for its method, as far as the method can take it."""
+    qe = row.pipeline.qe
+    named = next((each for each in run.regime_settings if qe is not None and each.method == qe.method), None)
+    if qe is None or named is None:
+        return qe
+    most = largest_k(qe)
+    params = tuple(sorted((dict(qe.params) | dict(named.params)).items()))
+    return Setting(qe.method, named.k if most is None else min(named.k, most), params)
 
 
 def missing_cells(run: Run, lookup: Lookup, is_missing: Callable[[Cell], bool]) -> list[Cell]:
@@ -150,6 +172,8 @@ def _shown_cells(run: Run, lookup: Lookup) -> Iterable[Cell]:
     rows = choose_rows(run, lookup)
     tested = run.datasets_of("test")
     yield from (row.cell(dataset, distractors) for dataset, distractors in run.columns() for row in rows)
-    yield from (Cell(dataset.name, None, None, setting) for dataset in tested for row in rows
-                for setting in sweep(run, row))
+    yield from (Cell(dataset.name, None, None, setting) for dataset in tested
+                for _, _, settings in sweep_lines(run, rows) for setting in settings)
+    yield from (Cell(dataset.name, None, None, regime_setting(run, row)) for dataset in tested for row in rows
+                if row.kind == "qe")
     yield from (Cell(dataset.name, None, None, each.setting) for dataset in tested for each in run.ablations)

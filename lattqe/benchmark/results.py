@@ -89,6 +89,7 @@ def cost(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]]:
             cell = row.cell(*column)
             measured = source.lookup(cell)
             lines.append({"label": row.label, "column": column_name(*column), "seconds": measured.seconds,
+                          "queries": source.sizes(column[0].name)[1],
                           "index_seconds": source.index_seconds(cell), "peak_bytes": measured.peak_bytes})
     return lines
 

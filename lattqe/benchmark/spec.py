@@ -17,6 +17,7 @@ from lattqe.store import load_model, open_place
 # fixed: given; validation, test: the best of a grid there; model: what training chose on its own validation sets.
 CHOICES = ("fixed", "validation", "test", "model")
 ROLES = ("test", "validation")
+TABLE2_NQE = 64  # of the paper's Table 2
 NQE_SWEEP = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 NUMBERS = ("nqe", "ndba", "nqe_with_dba")
 
@@ -84,7 +85,7 @@ class Candidate:
     """A method with the settings it may take: one, or a grid that validation or test decides.
 
     The method's own parameters and nQE are settled for queries first; nDBA and the nQE that goes with it are settled
-    after that, with those parameters.
+    after that, with those parameters, or with `own_dba` with all of them again.
     """
 
     method: str
@@ -94,6 +95,7 @@ class Candidate:
     ndba: tuple[int, ...] = ()
     nqe_with_dba: tuple[int, ...] = ()
     params: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    own_dba: bool = False
 
     @property
     def dba_label(self) -> str:
@@ -182,6 +184,8 @@ class Run:
     published: bool = False  # show the paper's numbers beside ours, and check the golden ones
     bootstrap: int = 10_000
     graph_methods: tuple[GraphCandidate, ...] = ()
+    more_sweeps: tuple[tuple[str, Setting], ...] = ()  # figure 3: further lines, labels and the parameters they keep
+    regime_settings: tuple[Setting, ...] = ()  # figure 4: settings by method; else those of the table
 
     @property
     def entries(self) -> list[Candidate | GraphCandidate]:
@@ -231,7 +235,10 @@ def with_hops(model: str, method: str = "lattqe") -> tuple[GraphCandidate, ...]:
 
 
 def trained_ablations(folder: str) -> tuple[Ablation, ...]:
-    """The variants that `lattqe ablate --to folder` trained, each with the nQE that validation chose for it."""
+    """The variants that `lattqe ablate --to folder` trained, each at the paper's nQE and at what validation chose.
+
+    Table 2 is printed at nQE 64, which some variants cannot use: what each is worth at its best stands beside it.
+    """
     place = open_place(folder)
     if not place.exists("ablations.json"):
         raise LattqeError(f"{folder} has no ablations.json: give the folder of a finished lattqe ablate")
@@ -241,4 +248,8 @@ def trained_ablations(folder: str) -> tuple[Ablation, ...]:
         raise LattqeError(f"{folder}/ablations.json is not valid JSON ({error}): run lattqe ablate again") from error
     models = {name: f"{folder.rstrip('/')}/{name}" for name in names
               if isinstance(name, str) and name and "/" not in name and ".." not in name}
-    return tuple(Ablation(name, model, chosen_neighbors(model)["nqe"]) for name, model in models.items())
+    best = {name: chosen_neighbors(model)["nqe"] for name, model in models.items()}
+    settings = {name: load_model(model)[1].get("network") or {} for name, model in models.items()}
+    most = {name: int(each.get("max_k", best[name])) for name, each in settings.items()}
+    return tuple(Ablation(f"{name}, nQE {k}", model, k) for name, model in models.items()
+                 for k in dict.fromkeys((min(TABLE2_NQE, most[name]), best[name])))

@@ -41,7 +41,7 @@ class DecayExpansion(Method):
     label: ClassVar[str] = "AQEwD"
     dba_label: ClassVar[str] = "ADBAwD"
     tries_k: ClassVar[tuple[int, ...]] = (2, 4, 6, 8, 10, 12, 16, 24)
-    tries_dba: ClassVar[tuple[tuple[int, ...], tuple[int, ...]]] = ((4, 8, 12), (4, 8, 12))
+    tries_dba: ClassVar[tuple[tuple[int, ...], tuple[int, ...]]] = ((4, 8, 12), (4, 6, 8, 12))
 
     def weights(self, lists: Lists) -> torch.Tensor:
         """(n, 1 + k), from 1 down to 0."""

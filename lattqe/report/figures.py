@@ -77,11 +77,18 @@ def regime_bars(setup: str, content: Mapping[str, Any], xlabel: str) -> str:
     groups = [group for group, count in enumerate(content["queries"]) if count]
     with plt.rc_context(STYLE):
         figure, axis = _draw(PANEL)
-        series = content["series"]
+        series, paper = content["series"], content.get("published", {})
+        step = 0.8 / len(series)
         for number, one in enumerate(series):
-            offsets = [place + (number - (len(series) - 1) / 2) * 0.8 / len(series) for place in range(len(groups))]
-            axis.bar(offsets, [one["relative"][group] for group in groups], 0.8 / len(series),
+            middle = [place + (number - (len(series) - 1) / 2) * step for place in range(len(groups))]
+            width = step / 2 if one["method"] in paper else step
+            axis.bar([at - (step - width) / 2 for at in middle], [one["relative"][group] for group in groups], width,
                      color=colour(one["method"]), label=one["label"])
+            if one["method"] in paper:  # the paper's bar beside ours
+                axis.bar([at + width / 2 for at in middle], [paper[one["method"]][group] for group in groups], width,
+                         fill=False, edgecolor=colour(one["method"]), hatch="////", linewidth=0.8)
+        if any(one["method"] in paper for one in series):
+            axis.bar([0], [0], 0, fill=False, edgecolor="black", hatch="////", linewidth=0.8, label="the paper")
         ticks = [f"{content['level'][group]:.3g}\n({content['queries'][group]} queries)" for group in groups]
         axis.set_xticks(range(len(groups)), ticks)
         axis.axhline(0, color="black", linewidth=0.6)

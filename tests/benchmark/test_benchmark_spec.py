@@ -20,7 +20,7 @@ def model(tmp_path: Path) -> str:
     """A folder that looks like a model and says what its training chose."""
     import numpy as np
 
-    save_model(str(tmp_path / "model"), {"x": np.zeros(1, np.float32)}, {},
+    save_model(str(tmp_path / "model"), {"x": np.zeros(1, np.float32)}, {"network": {"max_k": 128}},
                {"chosen": {"nqe": 32, "ndba": 16, "nqe_with_dba": 24}})
     return str(tmp_path / "model")
 
@@ -87,7 +87,7 @@ def test_the_variants_of_a_finished_ablation_make_table_2(tmp_path: Path, model:
     content = {"dataset": [DATASET], "method": [{"method": "aqe", "nqe": 4}], "ablations": "ablations"}
     found = parse_run(content, tmp_path, "run.toml").ablations
     assert [(each.label, each.model, each.nqe) for each in found] == [
-        (name, str(made / name), 32) for name in ("full", "no-attention")]
+        (f"{name}, nQE {k}", str(made / name), k) for name in ("full", "no-attention") for k in (64, 32)]
     for text, words in ((None, "has no ablations.json"), ("{", "not valid JSON")):
         (made / "ablations.json").unlink()
         if text is not None:
