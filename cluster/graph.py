@@ -187,7 +187,8 @@ def prepare_graph(task: GraphTask, workers: int | None = None,
     """Plan for the connected cluster and claim the destination: the plan has the cut of an earlier run, if any."""
     plan = plan_graph(task, workers, block_rows)  # before anything is claimed: it may refuse
     pending = begin_graph(task)
-    plan = replace(plan, cut=agree_on_cut(pending.place, plan.cut))
+    if pending.finished is None:  # else nothing is left to cut, and nothing may be left behind
+        plan = replace(plan, cut=agree_on_cut(pending.place, plan.cut))
     return replace(task, threads=plan.threads, kind=plan.kind), plan, pending
 
 

@@ -23,7 +23,8 @@ BESIDE = Path(sys.executable).parent
 START_SECONDS = 120.0
 # A node that does not answer is given up within seconds; by Ray's own settings it takes half a minute.
 HEALTH = {"RAY_health_check_initial_delay_ms": "5000", "RAY_health_check_period_ms": "1000",
-          "RAY_health_check_timeout_ms": "2000", "RAY_health_check_failure_threshold": "3"}
+          "RAY_health_check_timeout_ms": "2000", "RAY_health_check_failure_threshold": "3",
+          "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
 
 
 class Loopback:

@@ -13,7 +13,8 @@ INTERNAL = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>We h
 
 # A fault is decided for (method, path): 'throttle', 'fail', 'hang up', 'stall' (no answer for STALL_SECONDS, then hang
 # up), 'lose the answer' (what was asked for is done), 'cut short' and 'corrupt' (the body of a good answer to a GET:
-# half of it comes, or all with one bit flipped), or None for good behaviour.
+# half of it comes, or all with one bit flipped), 'answer as before' (what was answered to the same GET the last time,
+# where it was something else: storage that is consistent only eventually), or None for good behaviour.
 Fault = Callable[[str, str], str | None]
 STALL_SECONDS = 8.0
 
@@ -37,6 +38,7 @@ class FaultyProxy:
     def __init__(self, endpoint: str, fault: Fault, address: str = "127.0.0.1") -> None:
         self.fault, self.seen = fault, []
         self.happened: Counter[str] = Counter()
+        self._answers: dict[tuple[str, str], tuple[int, dict[str, str], bytes]] = {}  # the last one to each GET
         self._target = urlsplit(endpoint).netloc
         proxy = self
 
@@ -89,6 +91,13 @@ class FaultyProxy:
             self.happened[what] += 1
             request.close_connection = True
             return
+        if request.command == "GET":
+            key = (request.path, request.headers.get("Range", ""))
+            before, self._answers[key] = self._answers.get(key), (answer.status, dict(answer.headers.items()), data)
+            if what == "answer as before" and before is not None and before[2] != data:
+                self.happened[what] += 1
+                _answer(request, *before)
+                return
         cut_at = None
         if what in ("corrupt", "cut short") and request.command == "GET" and answer.status in (200, 206) and data:
             self.happened[what] += 1

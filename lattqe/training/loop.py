@@ -226,14 +226,15 @@ def _repeatable() -> Iterator[None]:
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     lenient = torch.is_deterministic_algorithms_warn_only_enabled()
-    filling = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic  # a module with a property, which types cannot say
+    filling = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # for finding bugs; it costs time
+    memory.fill_uninitialized_memory = False  # for finding bugs; it costs time
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=lenient)
-        torch.utils.deterministic.fill_uninitialized_memory = filling
+        memory.fill_uninitialized_memory = filling
 
 
 __all__ = ["Progress", "State", "Training", "new_network", "train"]

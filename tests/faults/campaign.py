@@ -206,6 +206,36 @@ def summary(rounds: list[Round]) -> str:
     return "\n".join(lines)
 
 
+def read_log(path: str) -> list[Round]:
+    """The rounds that campaigns have appended to a log."""
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [Round(**{**line, "faults": [Struck(**fault) for fault in line["faults"]]})
+            for line in lines if line.pop("seed", None) is not None]
+
+
+def markdown(rounds: list[Round]) -> str:
+    """Faults by kind and by verb, for docs/results/."""
+    verbs = list(dict.fromkeys(each.stage for each in rounds))
+    every = [(fault, each) for each in rounds for fault in each.faults]
+    lines = [f"| fault | {' | '.join(verbs)} | injected | survived | lost or different | too late |",
+             f"|---|{'---|' * (len(verbs) + 4)}"]
+    for kind in [*sorted({fault.kind for fault, _ in every}), "all"]:
+        fitting = [(fault, each) for fault, each in every if kind in (fault.kind, "all")]
+        hit = [each for fault, each in fitting if fault.injected]
+        lost = sum(bool(each.problem) for each in hit)
+        counts = [sum(each.stage == verb for each in hit) for verb in verbs]
+        counts += [len(hit), len(hit) - lost, lost, len(fitting) - len(hit)]
+        bold = "**" if kind == "all" else ""
+        lines.append(f"| {bold}{kind}{bold} | {' | '.join(f'{bold}{count}{bold}' for count in counts)} |")
+    struck = [each for each in rounds if each.injected]
+    seconds = sorted(each.seconds for each in rounds)
+    lines.append(f"\n{len(struck)} commands were struck: {sum(len(each.codes) == 1 for each in struck)} ended well by "
+                 f"themselves, {sum(len(each.codes) > 1 for each in struck)} when run again; "
+                 f"{sum(len(each.tracebacks) for each in rounds)} tries ended in a traceback instead of a line. Half "
+                 f"of the rounds took up to {seconds[len(seconds) // 2]:.0f} s.")
+    return "\n".join(lines) + "\n"
+
+
 def run_campaign(seeds: list[int], rounds: int, seconds: float, faults: int = 4, nodes: int = 2, verbs: str = "",
                  log: str = "", reference: str = "") -> list[Round]:
     """Run so many rounds of each seed, or as many as begin within so many seconds."""
@@ -256,10 +286,18 @@ def main() -> int:
     parser.add_argument("--reference", default="", help="keep what an undisturbed run makes in this file, or take it "
                         "from there: for a campaign in several pieces")
     parser.add_argument("--log", default="", help="append each round as a line of JSON to this file")
+    parser.add_argument("--table", default="", help="write the table of all rounds in --log to this Markdown file")
     arguments = parser.parse_args()
+    table = vars(arguments).pop("table")
+    if table and not arguments.log:
+        parser.error("--table is made from --log")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # our nodes and servers end with us
     rounds = run_campaign(**vars(arguments))
     print(summary(rounds))
+    if table:
+        command = " ".join(["python", "tests/faults/campaign.py", *sys.argv[1:]])
+        Path(table).write_text(f"# Fault campaign\n\nWritten by `{command}` and what went into its log before; see "
+                               f"[reliability](../reliability.md).\n\n{markdown(read_log(arguments.log))}")
     return 1 if any(each.problem for each in rounds) else 0
 
 

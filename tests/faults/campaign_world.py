@@ -1,16 +1,18 @@
 """Where a fault campaign takes place: Ray nodes, an S3 server behind a proxy, a small disk, a clock."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from ray_nodes import Loopback, RayNode, make_network
+from ray_nodes import HEALTH, START_SECONDS, Loopback, RayNode, make_network
 from s3_proxy import FaultyProxy
 from s3_server import S3Server
 
@@ -51,6 +53,66 @@ class Disk:
             subprocess.run(["umount", "-l", str(self.folder)], capture_output=True, check=False)
 
 
+class WarmDriver:
+    """A process that has imported everything and forks each command; looks like the command's `Popen`."""
+
+    def __init__(self, within: list[str], environment: dict[str, str]) -> None:
+        self._server = subprocess.Popen([*within, sys.executable, str(LAUNCH), "--serve"], env=environment, text=True,
+                                        bufsize=1, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=subprocess.DEVNULL, start_new_session=True)
+        self._codes: dict[int, int] = {}
+        self._told = threading.Condition()
+        self._latest: int | None = None
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self._server.stdout or ():
+            said = json.loads(line)
+            with self._told:
+                if "code" in said:
+                    self._codes[said["pid"]] = said["code"]
+                else:
+                    self._latest = said["pid"]
+                self._told.notify_all()
+
+    def start(self, words: list[str], log: Path) -> "Command":
+        """Fork a command."""
+        with self._told:
+            self._latest = None
+            assert self._server.stdin is not None
+            self._server.stdin.write(json.dumps({"words": words, "log": str(log)}) + "\n")
+            if not self._told.wait_for(lambda: self._latest is not None, START_SECONDS):
+                raise RuntimeError("the warm driver does not answer")
+            return Command(self, self._latest or 0)
+
+    def code(self, pid: int) -> int | None:
+        """The exit code of a command, None while it runs."""
+        with self._told:
+            return self._codes.get(pid)
+
+    def close(self) -> None:
+        """End it."""
+        self._server.kill()
+        self._server.wait()
+
+
+class Command:
+    """One command of a warm driver."""
+
+    def __init__(self, driver: WarmDriver, pid: int) -> None:
+        self._driver, self.pid = driver, pid
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+        return self._driver.code(self.pid)
+
+    def wait(self) -> int:
+        """Its exit code, when it has one."""
+        while (code := self.poll()) is None:
+            time.sleep(0.01)
+        return code
+
+
 class World:
     """All of it. With `nodes`, jobs run on a head and that many workers; without, each starts its own Ray."""
 
@@ -74,7 +136,7 @@ class World:
         self.disk = Disk(folder / "disk")
         self._closing.callback(self.disk.close)
         self.away: set[int] = set()  # nodes that shall be down for now
-        self.driver: subprocess.Popen[bytes] | None = None
+        self.driver: Command | None = None
         self._closing.callback(self.end_driver)
         self.environment = self.server.environment | {
             "AWS_ENDPOINT_URL": self.proxy.endpoint, "LATTQE_S3_ANSWER_SECONDS": str(ANSWER_SECONDS),
@@ -86,23 +148,22 @@ class World:
             home.mkdir(exist_ok=True)
             (self.disk.folder / f"cache{number}").mkdir()
             (home / "cache").symlink_to(self.disk.folder / f"cache{number}")
-        self._driver_environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+        self._driver_environment = {**os.environ, **HEALTH, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
                                     **self.environment, "HOME": str(homes[0])}
         for node in self.nodes:
             self._closing.callback(node.kill)
             node.begin()
             if node.number == 0:
                 node.wait_started()
+        self.warm = WarmDriver(self.network.within(0) if self.nodes else [], self._driver_environment)
+        self._closing.callback(self.warm.close)
         self.repair()
 
     def start(self, words: list[str]) -> None:
         """Start one verb; its driver runs on the head node."""
         address = ["--address", self.nodes[0].head_address] if self.nodes and words[0] != "import" else []
-        within = self.network.within(0) if self.nodes else []
-        with open(self.folder / "driver.log", "wb") as log:
-            self.driver = subprocess.Popen(
-                [*within, sys.executable, str(LAUNCH), *words, *address], env=self._driver_environment,
-                start_new_session=True, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        (self.folder / "driver.log").write_bytes(b"")
+        self.driver = self.warm.start([*words, *address], self.folder / "driver.log")
 
     def told(self) -> str:
         """What the verb has printed."""
@@ -134,6 +195,15 @@ class World:
                 node.kill()
                 node.begin()
 
+    def restart_cluster(self) -> None:
+        """Start a killed head again, and with it all nodes: they belong to the head that they joined."""
+        for node in reversed(self.nodes):
+            node.kill()
+        for node in self.nodes:
+            node.begin()
+            if node.number == 0:
+                node.wait_started()
+
     def repair(self) -> None:
         """Everything works again: the disk has room, clocks are right, nothing is stopped, all nodes are there."""
         self.proxy.fault = lambda method, path: None
@@ -141,6 +211,8 @@ class World:
         self.disk.free()
         self.clock.write_text("0")
         deadline = time.monotonic() + 180
+        if self.nodes and not self.nodes[0].running:
+            self.restart_cluster()
         while self.nodes and not all(node.counted_as_alive() for node in self.nodes):
             self.keep_nodes()
             if time.monotonic() > deadline:

@@ -1,16 +1,26 @@
 """One lattqe verb, run as its users run it but for two things that a fault campaign needs.
 
     python tests/faults/launch.py VERB ...
+    python tests/faults/launch.py --serve     (one JSON list of words a line on stdin)
+
+The second form has imported everything once and forks a process for each command: most of the time of a small command
+is that of starting Python. The child is a session of its own and can be killed as any other driver; what became of it
+is told on stdout.
 
 Parts, blocks and checkpoints are so small that a set of some hundred rows has several of each. And the clock can be
 moved: by as many seconds as the file says that LATTQE_CAMPAIGN_CLOCK names. It is the clock that Python code of this
 process sees (`time.time`, and what boto3 signs requests with), for the machine's own belongs to others too.
 """
 
+import atexit
 import functools
+import importlib
+import json
 import os
+import select
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +32,10 @@ from jobs import cli, search
 from lattqe.store import FeatureWriter, part_row_counts
 from lattqe.store.tables import DEFAULT_PART_BYTES
 
+# What the verbs import when they are called.
+WARM = ("ray", "ray.train.torch", "torch", "faiss", "scipy.sparse", "cluster.session", "cluster.graph",
+        "cluster.training", "cluster.shards", "lattqe.training", "lattqe.search", "lattqe.expansion",
+        "lattqe.augmentation")
 PART_BYTES, BLOCK_ROWS, PART_QUERIES = 12_000, 64, 32
 
 
@@ -59,8 +73,60 @@ def move_clock(path: Path) -> None:
     botocore.auth.get_current_datetime = lambda *args: true_date(*args) + timedelta(seconds=offset())
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """One verb, as the command line has it."""
     shrink()
     if "LATTQE_CAMPAIGN_CLOCK" in os.environ:
         move_clock(Path(os.environ["LATTQE_CAMPAIGN_CLOCK"]))
     cli.main()
+
+
+def serve() -> None:
+    """Fork a command for each line {"words", "log"}; tell {"pid"} when it runs, {"pid", "code"} when it has ended."""
+    for verb in cli.VERBS:
+        importlib.import_module(verb.module)
+    for module in WARM:
+        importlib.import_module(module)
+    children: set[int] = set()
+    while True:
+        if select.select([sys.stdin], [], [], 0.02)[0]:
+            line = sys.stdin.readline()
+            if not line:
+                return
+            asked = json.loads(line)
+            pid = os.fork()
+            if pid == 0:
+                _become(asked["words"], asked["log"])
+            children.add(pid)
+            print(json.dumps({"pid": pid}), flush=True)
+        for pid in list(children):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                children.discard(pid)
+                print(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
+def _become(words: list[str], log: str) -> None:
+    """Be the process of one command, to its end."""
+    os.setsid()
+    target, nothing = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), os.open(os.devnull, os.O_RDONLY)
+    for number, source in ((0, nothing), (1, target), (2, target)):
+        os.dup2(source, number)
+    sys.argv = ["lattqe", *words]
+    code = 0
+    try:
+        run()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        atexit._run_exitfuncs()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["--serve"] else run()

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from campaign import Round, Struck, run_campaign, summary
+from campaign import Round, Struck, markdown, run_campaign, summary
 from campaign_pipeline import fingerprint
 
 from lattqe.errors import CorruptDataError
@@ -44,3 +44,5 @@ def test_the_table_counts_what_struck_and_what_came_too_late():
     assert ["disk", "full", "2", "1", "1", "0"] in lines
     assert ["clock", "jumps", "0", "0", "0", "1"] in lines
     assert "1 were run again, 1 times" in summary(rounds)
+    assert "| disk full | 1 | 1 | 2 | 1 | 1 | 0 |" in markdown(rounds)
+    assert "| clock jumps | 0 | 0 | 0 | 0 | 0 | 1 |" in markdown(rounds)
