@@ -237,13 +237,13 @@ def markdown(rounds: list[Round]) -> str:
 
 
 def run_campaign(seeds: list[int], rounds: int, seconds: float, faults: int = 4, nodes: int = 2, verbs: str = "",
-                 log: str = "", reference: str = "") -> list[Round]:
+                 log: str = "", reference: str = "", warm: bool = False) -> list[Round]:
     """Run so many rounds of each seed, or as many as begin within so many seconds."""
     stages = tuple(stage for stage in STAGES if not verbs or stage.verb in verbs.split(","))
     done: list[Round] = []
     # A short path: Ray has sockets in it. The environment is ours while we run: we look at the storage by ourselves.
     with tempfile.TemporaryDirectory(prefix="lq-") as folder, mock.patch.dict(os.environ):
-        world = World(Path(folder), nodes)
+        world = World(Path(folder), nodes, warm)
         try:
             show_plan(world, seeds, rounds, faults, stages)
             campaign, started = Campaign(world, stages, faults), time.monotonic()
@@ -286,6 +286,7 @@ def main() -> int:
     parser.add_argument("--reference", default="", help="keep what an undisturbed run makes in this file, or take it "
                         "from there: for a campaign in several pieces")
     parser.add_argument("--log", default="", help="append each round as a line of JSON to this file")
+    parser.add_argument("--warm", action="store_true", help="fork commands from one process that has imported everything")
     parser.add_argument("--table", default="", help="write the table of all rounds in --log to this Markdown file")
     arguments = parser.parse_args()
     table = vars(arguments).pop("table")

@@ -114,12 +114,18 @@ class Command:
 
 
 class World:
-    """All of it. With `nodes`, jobs run on a head and that many workers; without, each starts its own Ray."""
+    """All of it. With `nodes`, jobs run on a head and that many workers; without, each starts its own Ray.
 
-    def __init__(self, folder: Path, nodes: int) -> None:
-        self._closing = ExitStack()
+    `warm`: commands are forked from one process that has imported everything, instead of starting Python for each.
+    """
+
+    def __init__(self, folder: Path, nodes: int, warm: bool = False) -> None:
+        self._closing, self.warm = ExitStack(), None
         try:
             self._set_up(folder, nodes)
+            if warm:
+                self.warm = WarmDriver(self.network.within(0) if self.nodes else [], self._driver_environment)
+                self._closing.callback(self.warm.close)
         except BaseException:
             self.close()
             raise
@@ -136,7 +142,7 @@ class World:
         self.disk = Disk(folder / "disk")
         self._closing.callback(self.disk.close)
         self.away: set[int] = set()  # nodes that shall be down for now
-        self.driver: Command | None = None
+        self.driver: Command | subprocess.Popen[bytes] | None = None
         self._closing.callback(self.end_driver)
         self.environment = self.server.environment | {
             "AWS_ENDPOINT_URL": self.proxy.endpoint, "LATTQE_S3_ANSWER_SECONDS": str(ANSWER_SECONDS),
@@ -155,15 +161,19 @@ class World:
             node.begin()
             if node.number == 0:
                 node.wait_started()
-        self.warm = WarmDriver(self.network.within(0) if self.nodes else [], self._driver_environment)
-        self._closing.callback(self.warm.close)
         self.repair()
 
     def start(self, words: list[str]) -> None:
         """Start one verb; its driver runs on the head node."""
         address = ["--address", self.nodes[0].head_address] if self.nodes and words[0] != "import" else []
-        (self.folder / "driver.log").write_bytes(b"")
-        self.driver = self.warm.start([*words, *address], self.folder / "driver.log")
+        within = self.network.within(0) if self.nodes else []
+        with open(self.folder / "driver.log", "wb") as log:
+            if self.warm is not None:
+                self.driver = self.warm.start([*words, *address], self.folder / "driver.log")
+                return
+            self.driver = subprocess.Popen(
+                [*within, sys.executable, str(LAUNCH), *words, *address], env=self._driver_environment,
+                start_new_session=True, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
     def told(self) -> str:
         """What the verb has printed."""

@@ -1,12 +1,16 @@
 """A short, seeded part of the fault campaign, and proof that it sees what it looks for."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
 from campaign import Round, Struck, markdown, run_campaign, summary
 from campaign_pipeline import fingerprint
+from campaign_world import PROJECT, WarmDriver
 
 from lattqe.errors import CorruptDataError
-from lattqe.store import FeatureWriter
+from lattqe.store import FeatureSet, FeatureWriter
 
 
 @pytest.mark.s3
@@ -18,6 +22,28 @@ def test_faults_lose_nothing_and_change_nothing():
     rounds = run_campaign([21], rounds=2, seconds=300, faults=4, nodes=0, verbs="import")
     assert [each.problem for each in rounds] == ["", ""], summary(rounds)
     assert sum(each.injected for each in rounds) >= 2, summary(rounds)
+
+
+@pytest.mark.kill
+def test_commands_of_a_warm_driver_end_with_their_code_and_die_alone(tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((300, 16)))
+    driver = WarmDriver([], {**os.environ, "PYTHONPATH": str(PROJECT)})
+    try:
+        good = driver.start(["import", str(tmp_path / "x.npy"), "--to", str(tmp_path / "set")], tmp_path / "log")
+        assert good.wait() == 0, (tmp_path / "log").read_text()
+        assert len(FeatureSet.open(str(tmp_path / "set")).manifest.parts) > 1, "parts are small here"
+        bad = driver.start(["import", str(tmp_path / "absent.npy"), "--to", str(tmp_path / "other")], tmp_path / "log")
+        assert bad.wait() == 2
+        assert (tmp_path / "log").read_text().startswith("error: ")
+        os.mkfifo(tmp_path / "ids.txt")  # reading it waits for ever
+        doomed = driver.start(["import", str(tmp_path / "x.npy"), "--ids", str(tmp_path / "ids.txt"), "--to",
+                               str(tmp_path / "other")], tmp_path / "log")
+        os.kill(doomed.pid, signal.SIGKILL)
+        assert doomed.wait() == -signal.SIGKILL
+        assert driver.start(["--version"], tmp_path / "log").wait() == 0
+        assert (tmp_path / "log").read_text().startswith("lattqe ")
+    finally:
+        driver.close()
 
 
 def test_a_flipped_byte_or_a_trace_of_the_work_is_no_good_end(tmp_path):
