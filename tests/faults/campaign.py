@@ -286,7 +286,7 @@ def main() -> int:
     parser.add_argument("--reference", default="", help="keep what an undisturbed run makes in this file, or take it "
                         "from there: for a campaign in several pieces")
     parser.add_argument("--log", default="", help="append each round as a line of JSON to this file")
-    parser.add_argument("--warm", action="store_true", help="fork commands from one process that has imported everything")
+    parser.add_argument("--warm", action="store_true", help="fork commands from a process that has all imported")
     parser.add_argument("--table", default="", help="write the table of all rounds in --log to this Markdown file")
     arguments = parser.parse_args()
     table = vars(arguments).pop("table")
