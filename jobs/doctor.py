@@ -14,12 +14,17 @@ def main(
     place: Annotated[str | None, typer.Argument(help="A folder or s3:// address that every node must be able to "
                                                      "write.")] = None,
     address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Test this machine's GPU instead: bounds, bytes, rates.")] = False,
+    device: Annotated[str, typer.Option(help="With --gpu: cuda, cuda:N, or cpu to try the run itself.")] = "cuda",
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON on stdout.")] = False,
 ) -> None:
     """Check every node of a cluster, and whether storage can be written; exit code 1 if there is something to mend.
 
     Example: lattqe doctor s3://bucket/prefix --address auto
     """
+    if gpu:
+        accept_device(device, json)
+        return
     from cluster.doctor import examine, to_mend
     from cluster.session import ray_session
 
@@ -39,6 +44,23 @@ def main(
     if lines:
         raise SystemExit(EXIT_TO_MEND)
     screen.print(f"all well: {len(reports)} node{'s' if len(reports) != 1 else ''}")
+
+
+def accept_device(name: str, json: bool) -> None:
+    """Run everything that GPUs do on this machine's, or on the CPU in its place; exit code 1 where a check fails."""
+    from lattqe.acceptance import accept
+    from lattqe.device import pick_device
+
+    found = accept(pick_device(name))
+    if json:
+        print_json(found)
+    show_table(f"{found['name']} ({found['device']}), torch {found['torch']}, CUDA {found['cuda'] or 'none'}", {
+        check: ("passed" if said["passed"] else "FAILED") + "".join(
+            f", {what} {value:.3g}" for what, value in said.items() if what != "passed")
+        for check, said in found["checks"].items()})
+    show_table("rates", found["rates"])
+    if not found["passed"]:
+        raise SystemExit(EXIT_TO_MEND)
 
 
 app = command(main)

@@ -9,6 +9,7 @@ float32 instead, as a row and as a column.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,16 @@ def _encode_tf32(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _multiply_int8(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch._int_mm(a.contiguous(), b.contiguous().T)
+
+
+@cache
+def int8_is_exact() -> bool:
+    """Whether this processor's int8 products are: some kernels without VNNI add pairs of them in 16 bits, and saturate.
+
+    Asked of the largest values there can be, in all signs and on both sides.
+    """
+    signs = torch.tensor([[1, 1], [1, -1], [-1, -1], [-1, 1]], dtype=torch.int8).repeat(16, 128) * INT8_MAX
+    return bool((_multiply_int8(signs, signs) == (signs.double() @ signs.double().T)).all())
 
 
 def _multiply_float16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

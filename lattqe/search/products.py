@@ -20,7 +20,7 @@ from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
 from lattqe.device import matmul_precision
 from lattqe.errors import LattqeError
-from lattqe.search.coarse import FORMATS, Codes, coarse_error, encode, multiply_codes
+from lattqe.search.coarse import FORMATS, Codes, coarse_error, encode, int8_is_exact, multiply_codes
 from lattqe.search.exact import float32_error, norms
 from lattqe.search.rows import Rows, as_tensor, check_rows, pieces_of, row_range, surplus_rows
 
@@ -325,7 +325,9 @@ GPU_KINDS = ("float32", "float16", "tf32")
 
 def kinds_for(device: torch.device | None = None) -> tuple[str, ...]:
     """The kinds of products that a device has; the first is what is used unless another is asked for."""
-    return tuple(CPU_KINDS) if device is None or device.type == "cpu" else GPU_KINDS
+    if device is not None and device.type != "cpu":
+        return GPU_KINDS
+    return tuple(kind for kind in CPU_KINDS if kind != Int8Products.kind or int8_is_exact())
 
 
 @contextmanager
