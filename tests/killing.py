@@ -27,7 +27,7 @@ def end_session(process: subprocess.Popen[str]) -> None:
             os.kill(pid, signal.SIGKILL)
         except OSError:
             continue
-    process.communicate()
+    process.wait()  # its pipes may have been read to their end and closed before
 
 
 def killed_midway(start: Callable[[Path], subprocess.Popen[str]], folder: Path, ready: Callable[[Path], bool]) -> Path:
