@@ -1,4 +1,4 @@
-"""`lattqe augment` and `lattqe append` on a real Ray, on disk and on a real S3 server."""
+"""`lattqe augment` and `lattqe append`: in this process, on a real Ray, on disk and on a real S3 server."""
 
 import json
 
@@ -14,8 +14,6 @@ from jobs.verify import app as verify
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph
-
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 ROWS, DIM, K = 2500, 24, 8
 
@@ -58,6 +56,8 @@ def model(tmp_path_factory):
     return uri
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("where", ["disk", "s3"])
 def test_lattqe_equals_in_memory_and_knows_its_inputs(features, model, tmp_path, s3_uri, where, capsys):
     to = str(tmp_path / "index") if where == "disk" else f"{s3_uri}/index"

@@ -9,10 +9,9 @@ import lattqe
 from lattqe.errors import LattqeError
 from lattqe.expansion import create
 from lattqe.expansion import rows as road
+from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search import FlatIndex
 from lattqe.store import FeatureSet, FeatureWriter, Ranks, open_place
-
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +47,28 @@ def in_memory(sets, k, method=None, nqe=0, distractors=False):
     return index.search(xq, k)
 
 
-@pytest.mark.parametrize(("options", "expected"), [
-    (["--workers", 1], {}),
-    (["--workers", 2, "--distractors"], {"distractors": True}),
-    (["--workers", 2, "--distractors", "--expand", "alphaqe", "--nqe", 12, "--alpha", 2],
+WAYS = [
+    (["--distractors"], {"distractors": True}),
+    (["--distractors", "--expand", "alphaqe", "--nqe", 12, "--alpha", 2],
      {"distractors": True, "method": ("alphaqe", {"alpha": 2.0}), "nqe": 12}),
-    (["--workers", 2, "--expand", "dqe", "--nqe", 4], {"method": ("dqe", {}), "nqe": 4}),
-])
-def test_ranks_are_those_of_an_exact_search(sets, tmp_path, options, expected):
+    (["--expand", "dqe", "--nqe", 4], {"method": ("dqe", {}), "nqe": 4}),
+]
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize(("options", "expected"), [(["--workers", 1], {}),
+                                                   *((["--workers", 2, *words], wanted) for words, wanted in WAYS)])
+def test_ranks_in_shards_are_those_of_an_exact_search(sets, tmp_path, options, expected):
+    check_ranks(sets, tmp_path, options, expected)
+
+
+@pytest.mark.parametrize(("options", "expected"), [([], {}), *WAYS])
+def test_ranks_in_this_process_are_those_of_an_exact_search(sets, tmp_path, options, expected):
+    check_ranks(sets, tmp_path, options, expected)
+
+
+def check_ranks(sets, tmp_path, options, expected):
     options = [item for option in options
                for item in ([option, sets["distractors"].uri] if option == "--distractors" else [option])]
     if "method" in expected:
@@ -101,3 +114,10 @@ def test_a_stopped_search_goes_on(sets, tmp_path, monkeypatch):
 def test_refusals(sets, tmp_path, options, message):
     with pytest.raises(LattqeError, match=message):
         search(sets, tmp_path / "ranks", *options)
+
+
+def test_a_model_of_another_width_is_refused_before_anything_is_claimed(sets, tmp_path):
+    LAttQE(LAttQEConfig(dim=12, heads=2, layers=1, max_k=8)).save(str(tmp_path / "model"))
+    with pytest.raises(LattqeError, match=r"the model .*model does not fit the features in .*database: .* 20 .* 12"):
+        search(sets, tmp_path / "ranks", "--expand", "lattqe", "--model", str(tmp_path / "model"))
+    assert not (tmp_path / "ranks").exists()
