@@ -18,7 +18,6 @@ from cluster import ROWS_HERE, runs_here
 from cluster import augmentation as on_ray
 from cluster.graph import build_graph, prepare_graph
 from cluster.shards import ShardedIndex
-from lattqe.api import augment
 from lattqe.augmentation import Augmentation, begin_index, build_index
 from lattqe.benchmark.cells import Cell, Measured, measure, method_of
 from lattqe.benchmark.choosing import missing_cells
@@ -67,12 +66,14 @@ class Bench:
         for name, opened in self.inputs.items():
             for setting in settings:
                 method_of(setting).check_width(opened.database.dim, f"data set {name}")
-        for dataset, distractors in self.run.columns() if self.run.graph_methods else ():
+        # Learned hops run on Ray at any size; the rivals on the graph do not.
+        rivals = [each for each in self.run.graph_methods if each.method in GRAPH_METHODS]
+        for dataset, distractors in self.run.columns() if rivals else ():
             rows = self.inputs[dataset.name].database.rows
             rows += self.distractors[dataset.name, distractors].rows if distractors is not None else 0
             if rows > MOST_ROWS:
                 raise LattqeError(f"{dataset.name} has {rows:,} rows with its distractors, but "
-                                  f"{self.run.graph_methods[0].label} works in one process, up to {MOST_ROWS:,} rows: "
+                                  f"{rivals[0].label} works in one process, up to {MOST_ROWS:,} rows: "
                                   "leave it out of this run")
 
     def needs_ray(self) -> bool:
@@ -159,8 +160,7 @@ class Bench:
         settings = [pair[0] for method in self.run.methods for params in method.variants()
                     for pair in method.dba_settings(params)]
         settings += [each.dba for method in self.run.graph_methods for each in method.pipelines
-                     if each.dba is not None and each.dba.method not in GRAPH_METHODS
-                     and "hops" not in dict(each.dba.params)]
+                     if each.dba is not None and each.dba.method not in GRAPH_METHODS]
         return max((method_of(setting, dba=True).depth(setting.k) for setting in settings), default=1)
 
 
@@ -182,7 +182,7 @@ class Indexes:
     def augmented(self, key: str, database: FeatureSet, distractors: FeatureSet | None, dba: Setting,
                   graph_k: int) -> Iterator[Index]:
         """The rows expanded from their neighbors; `key` names the result, `graph_k` is how long the graph is to be."""
-        if dba.method in GRAPH_METHODS or "hops" in dict(dba.params):
+        if dba.method in GRAPH_METHODS:
             yield self._propagated(key, [each for each in (database, distractors) if each is not None], dba)
             return
         features = database
@@ -206,11 +206,9 @@ class Indexes:
         self.tell(f"{dba.method} over {sum(each.rows for each in sets):,} rows")
         started = time.perf_counter()
         rows = GraphRows(np.concatenate([each.read() for each in sets]))
-        if dba.method in GRAPH_METHODS:
-            rows.lists(dba.k)
+        rows.lists(dba.k)
         found = time.perf_counter()
-        xb = graph_method(dba).augment(rows) if dba.method in GRAPH_METHODS else \
-            augment(rows.xb, dba.method, dba.k, **dict(dba.params))
+        xb = graph_method(dba).augment(rows)
         if not self.costs.exists(f"{key}.json"):
             seconds = {"graph": found - started, "augment": time.perf_counter() - found}
             self.costs.write(f"{key}.json", canonical_json(seconds))
@@ -265,9 +263,9 @@ class Indexes:
     def _augment(self, features: FeatureSet, graph: NeighborGraph, dba: Setting, to: str) -> None:
         """Expand all rows of a set, in this process or on Ray."""
         params = dict(dba.params) | METHODS[dba.method].row_params
-        method = method_of(dba, dba=True)
-        task = Augmentation(features.uri, graph.uri, to, dba.method, dba.k, params, hops=method.default_hops,
-                            hop_alpha=method.hop_alpha)
+        hops, alpha = params.pop("hops", 1), params.pop("hop_alpha", None)
+        alpha = method_of(dba, dba=True).hop_alpha if alpha is None else alpha
+        task = Augmentation(features.uri, graph.uri, to, dba.method, dba.k, params, hops=hops, hop_alpha=alpha)
         for stage in task.stages():
             self._build(stage, features.rows)
 

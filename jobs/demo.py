@@ -112,13 +112,16 @@ def train_model(to: str, settings: list[str]) -> str:
 
 
 def augment_database(features: str, graph: str, model: str, to: str) -> None:
-    """LAttDBA of a feature set with the number of neighbors that training chose."""
+    """LAttDBA of a feature set with the numbers of neighbors and hops that training chose."""
     from jobs.augment import augment_here
     from lattqe.augmentation import Augmentation
     from lattqe.benchmark.spec import chosen_neighbors
+    from lattqe.expansion import create
 
-    augment_here(Augmentation(features, graph, f"{to}/index", "lattqe", chosen_neighbors(model)["ndba"],
-                              {"model": model, "dba": True}))
+    params = {"model": model, "dba": True}
+    method = create("lattqe", **params)
+    augment_here(Augmentation(features, graph, f"{to}/index", "lattqe", chosen_neighbors(model)["ndba"], params,
+                              hops=method.default_hops, hop_alpha=method.hop_alpha))
 
 
 def with_methods(chosen: "Run", model: str) -> "Run":

@@ -137,8 +137,9 @@ def _ranked(rows: GraphRows, xq: np.ndarray, setting: Setting, truth: GroundTrut
 
 
 def method_of(setting: Setting, dba: bool = False) -> Method:
-    """The method of a setting, for queries or for database rows."""
-    return _method(setting.method, setting.params, dba and bool(METHODS[setting.method].row_params))
+    """The method of a setting, for queries or for database rows; hops are no matter of the method."""
+    params = tuple(pair for pair in setting.params if pair[0] not in ("hops", "hop_alpha"))
+    return _method(setting.method, params, dba and bool(METHODS[setting.method].row_params))
 
 
 @lru_cache(maxsize=4)  # the settings of a grid share a network, and a large one takes a while to load

@@ -15,7 +15,7 @@ from lattqe.benchmark.choosing import choose_rows, mean_map
 from lattqe.benchmark.inputs import Inputs
 from lattqe.benchmark.results import assemble
 from lattqe.benchmark.small import SmallIndex
-from lattqe.benchmark.spec import Candidate, Dataset, Pipeline, Run, Setting, graph_candidate
+from lattqe.benchmark.spec import Candidate, Dataset, GraphCandidate, Pipeline, Run, Setting, graph_candidate
 from lattqe.datasets.revisited import load_gnd
 from lattqe.errors import LattqeError
 from lattqe.evaluation import LabelTruth, evaluate, score_ranking
@@ -167,6 +167,21 @@ def test_rivals_on_the_graph_are_rows_like_all_others(run: Run, tmp_path: Path) 
     page, text = render_page(results), to_csv(results)
     assert "Everything, tuned for each set" in page
     assert "kq 5, α" in text
+
+
+def test_hops_of_a_method_are_a_row_and_have_no_limit_of_rows(run: Run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("cluster.benchmark.MOST_ROWS", 500)
+    pipeline = Pipeline(Setting("alphaqe", 5, (("hops", 3),)), Setting("aqe", 4))
+    chosen = dataclasses.replace(run, methods=FIXED[:1],
+                                 graph_methods=(GraphCandidate("alphaqe", "three hops", "fixed", (pipeline,)),))
+    bench = Bench(chosen, str(tmp_path))
+    fill(bench)
+    row = next(row for row in assemble(chosen, bench, FACTS)["table3"] if row["label"] == "three hops")
+    xb, xq = rows_of(bench, "oxford", True), FeatureSet.open(run.datasets[0].queries).read()
+    flowed = lattqe.augment(xb, "alphaqe", 5, hops=3).astype(bench.inputs["oxford"].database.dtype)
+    truth = load_gnd(run.datasets[0].truth).truth
+    expected = evaluate(FlatIndex(flowed), lattqe.expand(xq, flowed, method="aqe", k=4), truth)["hard"].mean_ap
+    assert row["map"]["oxford+distractors"]["hard"] == pytest.approx(100 * expected, abs=1e-6)
 
 
 def test_what_cannot_run_is_refused_before_anything_is_measured(run: Run, tmp_path: Path, monkeypatch) -> None:
