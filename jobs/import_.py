@@ -106,7 +106,7 @@ def _write(source: Any, to: str, dtype: str, skip_bad: bool, config: dict[str, A
         "bytes": features.manifest.total_bytes, "digest": features.digest, "skipped": skipped, "reused": reused,
         "seconds": round(seconds, 3),
     }  # fmt: skip
-    done = "was there already, the same" if reused else f"{features.rows:,} rows in {seconds:.1f} s"
+    done = "already up to date" if reused else f"{features.rows:,} rows in {seconds:.1f} s"
     screen.print(f"{features.uri}: {done}" + (f", {skipped:,} bad rows left out" if skipped else ""), markup=False,
                  soft_wrap=True)
     return summary

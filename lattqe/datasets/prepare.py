@@ -299,7 +299,8 @@ def _check_order(features: FeatureSet, half: SfmHalf, matrix: str) -> None:
 def _write_rows(features: FeatureSet, rows: NDArray[np.int64], to: str, report: Report) -> None:
     """Some rows of a labelled set as a set of their own, value for value."""
     writer = FeatureWriter(to, features.dim, features.dtype, labels=True, normalise=False,
-                           config={"job": "dataset", "rows": len(rows)}, inputs={"features": features.as_input()})
+                           label_names=features.label_names, config={"job": "dataset", "rows": len(rows)},
+                           inputs={"features": features.as_input()})
     if writer.finished is None:
         with writer:
             ids, labels = features.ids(), features.labels()

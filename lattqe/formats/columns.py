@@ -67,8 +67,8 @@ def _names_of_ground_truth(path: Path, rows: int | None) -> Any:
     lists = {key: content.get(key) for key in ("imlist", "qimlist")} if isinstance(content, dict) else {}
     sizes = {key: len(names) for key, names in lists.items() if isinstance(names, list | tuple)}
     if len(sizes) != 2:
-        raise LattqeError(f"{path} is no ground truth with imlist and qimlist: ids are read from one of those, or from "
-                          ".npy, .txt and .csv")
+        raise LattqeError(f"{path} is not a ground truth with imlist and qimlist: ids are read from one of those, or "
+                          "from .npy, .txt and .csv")
     fitting = [key for key, size in sizes.items() if size == rows]
     if len(fitting) != 1:
         raise LattqeError(f"{path} names {sizes['imlist']:,} images (imlist) and {sizes['qimlist']:,} queries "

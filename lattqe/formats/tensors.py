@@ -165,7 +165,7 @@ class _TorchBytes:
     def _legacy(self) -> Any:
         magic, position = loads_first(self.data, self.name)
         if magic != LEGACY_MAGIC:
-            raise LattqeError(f"{self.name} is refused: it is no file of torch.save")
+            raise LattqeError(f"{self.name} is refused: it is not a file of torch.save")
         for _ in range(2):  # the format's version, and the machine that wrote it
             position += loads_first(self.data[position:], self.name)[1]
         program = self.data[position:]

@@ -262,7 +262,7 @@ def _dimensions(manifest: Manifest, uri: str) -> tuple[int, str]:
     """Dim and dtype, sound enough that nothing is allocated on the word of a damaged manifest."""
     dim, dtype = manifest.fields.get("dim"), manifest.fields.get("dtype")
     if not isinstance(dim, int) or isinstance(dim, bool) or not 1 <= dim <= MAX_DIM or dtype not in list(DTYPES):
-        raise CorruptDataError(f"{uri}: a feature set of dim {dim!r} and dtype {dtype!r} cannot be")
+        raise CorruptDataError(f"{uri}: dim {dim!r} and dtype {dtype!r} are invalid for a feature set")
     check_columns(manifest, features_schema(dim, dtype), uri)
     for part in manifest.parts:
         if part.rows < 1 or part.bytes < part.rows * dim * np.dtype(dtype).itemsize:

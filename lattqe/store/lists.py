@@ -171,7 +171,7 @@ def _database_rows(manifest: Manifest, uri: str) -> int | None:
 def _list_length(manifest: Manifest, uri: str) -> int:
     k = manifest.fields.get("k")
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_K:
-        raise CorruptDataError(f"{uri}: {describe_kind(manifest.kind)} with k = {k!r} cannot be")
+        raise CorruptDataError(f"{uri}: {describe_kind(manifest.kind)} with k = {k!r} is invalid")
     check_columns(manifest, schema_of(manifest.kind, {"k": k}), uri)
     for part in manifest.parts:
         if part.rows < 1 or part.bytes < part.rows * k * 8:

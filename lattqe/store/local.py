@@ -187,7 +187,7 @@ class LocalPlace(Place):
             fcntl.flock(folder, fcntl.LOCK_EX)
             there = path.read_bytes() if path.exists() else None
             if there != seen:
-                raise ChangedError(f"{path} was replaced by somebody else")
+                raise ChangedError(f"{path} was replaced by another process")
             self.write(name, data)
         finally:
             os.close(folder)
@@ -206,7 +206,7 @@ class LocalPlace(Place):
                 break
             try:
                 folder.rmdir()
-            except OSError:  # not empty, or gone: somebody else's business
+            except OSError:  # not empty, or gone: another process uses it
                 break
 
     def sweep(self) -> None:

@@ -62,7 +62,7 @@ def load_model(uri: str) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[st
     manifest = read_manifest(place, "model")
     by_name = {part.name: part for part in manifest.parts}
     if set(by_name) != {TENSORS, CONFIG, METRICS}:
-        raise CorruptDataError(f"{uri} is no model: its files are {sorted(by_name)}")
+        raise CorruptDataError(f"{uri} is not a model: its files are {sorted(by_name)}")
     files = {name: load_part(place, part).to_pybytes() for name, part in by_name.items()}
     try:
         tensors = safetensors.numpy.load(files[TENSORS])

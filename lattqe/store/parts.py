@@ -172,7 +172,7 @@ class PartCache:
             pass
         with _locked(self.place.file(f"{part.name}.lock")):
             try:
-                return load_part(self.place, part)  # somebody else fetched it while we waited
+                return load_part(self.place, part)  # another process fetched it while we waited
             except CorruptDataError:
                 self.place.write(part.name, load_part(source, part))
         return load_part(self.place, part)

@@ -177,7 +177,7 @@ def open_place(uri: str) -> Place:
                           "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL")
     if "://" not in uri:
         if not uri.strip() or not uri.isprintable():
-            raise LattqeError(f"{uri!r} is no place: give a folder, file:///folder or s3://bucket/prefix")
+            raise LattqeError(f"{uri!r} is not a valid address: give a folder, file:///folder or s3://bucket/prefix")
         return LocalPlace(uri)
     parts = urlsplit(uri)
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
@@ -190,7 +190,7 @@ def open_place(uri: str) -> Place:
         from lattqe.store.s3 import S3Place  # boto3 takes long to import and is needed only here
 
         return S3Place(parts.netloc, uri.split("://", 1)[1].partition("/")[2])
-    raise LattqeError(f"{uri!r} is no place: give a folder, file:///folder or s3://bucket/prefix")
+    raise LattqeError(f"{uri!r} is not a valid address: give a folder, file:///folder or s3://bucket/prefix")
 
 
 def absolute(uri: str) -> str:

@@ -179,7 +179,7 @@ class S3Place(Place):
             answer = clients().boto.get_object(**self._object(name))
             there = answer["Body"].read()
             if there not in (body, seen):
-                raise ChangedError(f"{self._uri(name)} was replaced by somebody else")
+                raise ChangedError(f"{self._uri(name)} was replaced by another process")
             if there != body:
                 self._put(name, body, IfMatch=answer["ETag"])
 
@@ -189,7 +189,7 @@ class S3Place(Place):
             else:
                 self._try("replace", name, attempt)
         except (AlreadyExistsError, MissingFileError) as error:
-            raise ChangedError(f"{self._uri(name)} was replaced by somebody else") from error
+            raise ChangedError(f"{self._uri(name)} was replaced by another process") from error
 
     @contextmanager
     def open_output(self, name: str) -> Iterator[BinaryIO]:
