@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make demo` and `make test`. Both set themselves up.
+# On a fresh machine: `make demo`, `make check`, `make test`. All set themselves up.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -11,7 +11,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 demo: $(STAMP)
 	$(BIN)/lattqe demo --to demo
 
-# Before every commit, in two minutes: no Ray, no S3 server, no kills.
+# Before every commit: no Ray, no S3 server, no kills.
 check: $(STAMP) lint
 	$(BIN)/python -m pytest -n 2 -m "not ray and not s3 and not kill"
 

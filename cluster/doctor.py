@@ -114,7 +114,7 @@ def _clock_skew(node: str, timeout: float) -> float:
     return max(0.0, told - time.time(), sent - told)
 
 
-def to_mend(reports: list[NodeReport]) -> list[str]:
+def to_fix(reports: list[NodeReport]) -> list[str]:
     """What is wrong, each as one line that says what to do."""
     lines = []
     for report in reports:

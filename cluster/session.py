@@ -22,7 +22,7 @@ from cluster.environment import forwarded_environment, setting_function
 from lattqe.errors import LattqeError
 from lattqe.events import event
 
-# Set before Ray starts: no usage prompt, no advice about accelerators, no metrics exporters nobody asked for.
+# Set before Ray starts: no usage prompt, no advice about accelerators, no metrics exporters.
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -138,7 +138,7 @@ def _start_local(**settings: Any) -> None:
     """Start a Ray of our own. It gives itself half a minute, too little on a crowded machine: then once more."""
     for attempt in range(START_ATTEMPTS):
         try:
-            # "local": a cluster somebody started on this machine is joined only when asked for.
+            # "local": a cluster that runs on this machine is joined only when asked for.
             ray.init(address="local", include_dashboard=False, object_store_memory=LOCAL_OBJECT_STORE_BYTES, **settings)
             return
         except Exception as error:

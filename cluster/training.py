@@ -2,7 +2,7 @@
 
 Checkpoints are ours, in the destination, because they must survive the cluster; of Ray Train we use the worker group,
 the process group and the restarts. A board (one small actor) carries progress to the driver, and an error that a user
-can mend, which must end the training rather than restart it.
+can fix, which must end the training rather than restart it.
 """
 
 import math

@@ -49,7 +49,7 @@ VERBS = (
     Verb("benchmark", "jobs.benchmark", "all methods on all data sets → tables, figures, report",
          "lattqe benchmark run.toml --to results"),
     Verb("demo", "jobs.demo", "all of this on a synthetic world, in minutes", "lattqe demo --to demo"),
-    Verb("info", "jobs.info", "what a stored thing is, and what made it", "lattqe info features"),
+    Verb("info", "jobs.info", "what a stored artifact is, and what made it", "lattqe info features"),
     Verb("verify", "jobs.verify", "check every checksum and every invariant", "lattqe verify features"),
     Verb("export", "jobs.export", "a feature set → .npy, .fvecs or faiss", "lattqe export features --to index.faiss"),
     Verb("doctor", "jobs.doctor", "check every node of a cluster, and the storage", "lattqe doctor s3://bucket/prefix"),

@@ -1,4 +1,4 @@
-"""Check every node of a cluster, and whether storage can be written; print what to mend."""
+"""Check every node of a cluster, and whether storage can be written; print what to fix."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -18,21 +18,21 @@ def main(
     device: Annotated[str, typer.Option(help="With --gpu: cuda, cuda:N, or cpu to try the run itself.")] = "cuda",
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON on stdout.")] = False,
 ) -> None:
-    """Check every node of a cluster, and whether storage can be written; exit code 1 if there is something to mend.
+    """Check every node of a cluster, and whether storage can be written; exit code 1 if there is something to fix.
 
     Example: lattqe doctor s3://bucket/prefix --address auto
     """
     if gpu:
         accept_device(device, json)
         return
-    from cluster.doctor import examine, to_mend
+    from cluster.doctor import examine, to_fix
     from cluster.session import ray_session
 
     with ray_session(address):
         reports = examine(place)
-    lines = to_mend(reports)
+    lines = to_fix(reports)
     if json:
-        print_json({"nodes": [asdict(report) for report in reports], "mend": lines})
+        print_json({"nodes": [asdict(report) for report in reports], "fix": lines})
     for report in reports:
         versions = ", ".join(f"{name} {version}" for name, version in report.packages.items())
         show_table(report.node, {
@@ -40,7 +40,7 @@ def main(
             "GPUs": ", ".join(report.gpus) or "none", "shared memory free": human_bytes(report.shared_memory),
             "disk free": human_bytes(report.disk), "storage": report.storage or "not asked"})
     for line in lines:
-        screen.print(f"mend: {line}", markup=False, soft_wrap=True)
+        screen.print(f"fix: {line}", markup=False, soft_wrap=True)
     if lines:
         raise SystemExit(EXIT_TO_MEND)
     screen.print(f"all well: {len(reports)} node{'s' if len(reports) != 1 else ''}")

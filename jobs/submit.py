@@ -56,7 +56,7 @@ def main(
 
 
 def connect(address: str) -> "JobSubmissionClient":
-    """Reach the cluster's job server, or say plainly that nobody answers."""
+    """Reach the cluster's job server, or say plainly that it does not answer."""
     from ray.job_submission import JobSubmissionClient
 
     for name in ("ray", "ray.dashboard.modules.dashboard_sdk"):

@@ -96,7 +96,7 @@ class Namespaces:
         """Remove all of it; a namespace goes when its last process is gone."""
         for command in (*(("netns", "del", self.space(number)) for number in range(len(self.addresses))),
                         ("link", "del", self.token)):
-            with contextlib.suppress(subprocess.CalledProcessError):
+            with contextlib.suppress(subprocess.SubprocessError, OSError):  # the others go all the same
                 _ip(*command)
 
 

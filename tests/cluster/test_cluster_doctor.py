@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.doctor import NodeReport, _try_storage, examine_node, to_mend
+from cluster.doctor import NodeReport, _try_storage, examine_node, to_fix
 
 WELL = NodeReport("10.0.0.1 (abc)", "3.11.7", {"ray": "2.60.0", "lattqe": "0.1.0", "faiss-cpu": "1.15.1"}, [],
                   "1.15.1 CPU", 8 << 30, 100 << 30, 0.0, "ok")
@@ -21,15 +21,15 @@ WELL = NodeReport("10.0.0.1 (abc)", "3.11.7", {"ray": "2.60.0", "lattqe": "0.1.0
     ({"gpus": ["A10G"]}, "has 1 GPUs but a faiss without them"),
 ])
 def test_each_trouble_is_one_line_that_says_what_to_do(change, told):
-    (line,) = to_mend([replace(WELL, **change)])
+    (line,) = to_fix([replace(WELL, **change)])
     assert line.startswith(WELL.node)
     assert told in line
 
 
 def test_nodes_that_differ_are_told_and_equal_ones_are_well():
-    assert to_mend([WELL, replace(WELL, node="other")]) == []
+    assert to_fix([WELL, replace(WELL, node="other")]) == []
     other = replace(WELL, python="3.12.1", packages=WELL.packages | {"ray": "2.59.0", "faiss-cpu": "1.14"})
-    assert to_mend([WELL, other]) == ["python differs between nodes (3.11.7, 3.12.1): install the same everywhere",
+    assert to_fix([WELL, other]) == ["python differs between nodes (3.11.7, 3.12.1): install the same everywhere",
                                       "ray differs between nodes (2.59.0, 2.60.0): install the same everywhere"]
 
 

@@ -202,8 +202,8 @@ def test_doctor_looks_at_every_node_and_writes_to_the_storage(head, place):
     (node,) = told["nodes"]
     assert node["storage"] == "ok"
     assert node["packages"]["ray"] == "2.60.0"
-    assert done.returncode == (1 if told["mend"] else 0)
-    assert not [line for line in told["mend"] if "storage" in line or "differs" in line]
+    assert done.returncode == (1 if told["fix"] else 0)
+    assert not [line for line in told["fix"] if "storage" in line or "differs" in line]
 
 
 def test_no_credential_is_in_anything_that_was_written(head, place):

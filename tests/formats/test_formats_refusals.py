@@ -65,7 +65,7 @@ def test_paths_that_are_no_files(tmp_path):
     locked.chmod(0)
     try:
         with open(locked, "rb"):
-            pytest.skip("this user may read everything")
+            pytest.skip("this user may read everything: run the tests as a user other than root")
     except PermissionError:
         assert "Permission denied" in refusal(locked)
 

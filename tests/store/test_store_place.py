@@ -182,7 +182,7 @@ def test_full_disk_leaves_nothing(tmp_path):
     disk.mkdir()
     if shutil.which("mount") is None or subprocess.run(
             ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("needs the right to mount a small file system")
+        pytest.skip("no right to mount a small file system: run the tests as root, or with CAP_SYS_ADMIN")
     try:
         with pytest.raises(LattqeError, match="no space is left on that disk"):
             open_place(str(disk / "new")).create("x", b"x" * 200_000)
