@@ -186,7 +186,8 @@ class RunningTopK:
         return np.flatnonzero(self.threshold > self.proven)
 
     def prepare_scores(self) -> None:
-        """All rows are settled: make room for exact scores, one for each entry."""
+        """All rows are settled: make room for exact scores, one for each entry, in place of the others."""
+        self._scores = np.empty((0, 0), dtype=np.float32)
         self._exact = np.full((len(self.rows), max(int(self._fill.max(initial=0)), 1)), np.nan)
 
     def score(self, start: int, stop: int, mirror: "RunningTopK | None" = None) -> int:
