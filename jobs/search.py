@@ -115,15 +115,16 @@ class Expansion:
 def make_expansion(name: str | None, nqe: int | None, given: dict[str, Any],
                    database: "FeatureSet") -> Expansion | None:
     """The expansion that the options ask for; options without one, and models that do not fit, are refused by name."""
-    from lattqe.augmentation import is_augmented
-    from lattqe.expansion import create
-    from lattqe.expansion.attention import model_inputs
-
     if name is None:
         alone = [*(["nqe"] if nqe is not None else []), *given]
         if alone:
             raise LattqeError(f"--{alone[0]} needs --expand: name the method, as in --expand alphaqe")
         return None
+
+    from lattqe.augmentation import is_augmented
+    from lattqe.expansion import create
+    from lattqe.expansion.attention import model_inputs
+
     method = create(name, **method_params(name, given))
     method.check_width(database.dim, f"features in {database.uri}")
     augmented = is_augmented(database)
