@@ -229,7 +229,7 @@ def print_results(results: dict[str, Any]) -> None:
     for title, (heading, *rows) in to_text(results):
         table = Table(box=None, padding=(0, 1), header_style="bold", title=shown(title), title_justify="left")
         for number, name in enumerate(heading):
-            table.add_column(shown(name), justify="left" if number == 0 else "right", no_wrap=number > 0)
+            table.add_column(shown(name), justify="left" if number == 0 else "right", no_wrap=number == 0)
         for row in rows:
             table.add_row(*map(shown, row))
         screen.print(table)
