@@ -63,7 +63,7 @@ def train(sets: dict[str, dict[str, str]], names: list[str], to: Path, options: 
 
 
 def load_test(name: str, data: Path, columns: int, distractors: bool = False) -> ValidationSet:
-    """A test split; with distractors, the other sets' databases are appended, relevant to nobody."""
+    """A test split; with distractors, the other sets' databases are appended, relevant to no query."""
     split = load_photos(name, "test", data, columns=columns)
     xb, labels = [split.xb], [split.labels]
     if distractors:

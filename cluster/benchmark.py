@@ -215,7 +215,7 @@ class Indexes:
         return SmallIndex(xb) if len(xb) <= ROWS_HERE else FlatIndex(xb)
 
     def seconds(self, key: str) -> dict[str, float] | None:
-        """What graph and augmentation took; the graph counts for whoever needed it first."""
+        """What graph and augmentation took; the graph counts for the cell that needed it first."""
         return json.loads(self.costs.read(f"{key}.json")) if self.costs.exists(f"{key}.json") else None
 
     @contextmanager

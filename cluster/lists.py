@@ -1,8 +1,8 @@
 """Unfinished neighbor lists in storage: `_work/lists/<block>-<which blocks it has seen>.bin`.
 
 The lists of a block after it was compared with a set of blocks are the exact k best among their rows: a function of
-that set alone, whoever computed it and in whatever order. So the set is the file's name, two writers of one name write
-the same bytes, and what a killed job has achieved can be read from the names of its files.
+that set alone, no matter which worker computed it and in whatever order. So the set is the file's name, two writers
+of one name write the same bytes, and what a killed job has achieved can be read from the names of its files.
 """
 
 import re
@@ -47,7 +47,7 @@ def write_lists(place: Place, block: int, seen: int, lists: Lists) -> None:
 
 
 def read_lists(place: Place, block: int, seen: int, rows: int, k: int) -> Lists:
-    """The lists of a block of `rows` rows; a damaged file is removed, so that nobody trips over it again."""
+    """The lists of a block of `rows` rows; a damaged file is removed, so that no worker trips over it again."""
     if not seen:
         return Lists.empty(rows, k)
     name = file_name(block, seen)

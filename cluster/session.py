@@ -78,7 +78,7 @@ def _note_message(data: dict[str, Any], **_: Any) -> None:
 
 
 def _connect(address: str | None, cpus: int | None) -> None:
-    # Ray prints what befalls nodes on stdout, where scripts read our results, and has no setting against it.
+    # Ray prints what happens to nodes on stdout, where scripts read our results, and has no setting against it.
     ray._private.worker.print_to_stdstream = _note_message
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is None:

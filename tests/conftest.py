@@ -19,7 +19,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-# Examples are timed by nobody: a busy machine is not a failure.
+# Examples are not timed: a busy machine is not a failure.
 settings.register_profile("lattqe", deadline=None)
 settings.load_profile("lattqe")
 

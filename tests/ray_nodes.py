@@ -2,7 +2,7 @@
 
 A node can be killed, stopped, cut off from the others and started again. In a namespace, cutting off means that its
 link goes down: its processes live and notice nothing, as behind a dead switch. Without namespaces the node's processes
-are stopped, so that nobody gets an answer from them.
+are stopped, so that they answer no request.
 """
 
 import contextlib
@@ -179,7 +179,7 @@ class RayNode:
                 os.kill(pid, number)
 
     def cut_off(self) -> None:
-        """Let nobody reach it any more; it goes on by itself, or is stopped where there is no link to take down."""
+        """Cut it off; it goes on by itself, or is stopped where there is no link to take down."""
         if isinstance(self.network, Namespaces):
             self.network.set_link(self.number, "down")
         else:

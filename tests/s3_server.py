@@ -64,7 +64,7 @@ class S3Server:
             self._process = None
 
     def send(self, number: signal.Signals) -> None:
-        """A signal, such as SIGSTOP: then it takes connections and answers nobody."""
+        """A signal, such as SIGSTOP: then it takes connections and never answers."""
         if self._process is not None:
             self._process.send_signal(number)
 
@@ -76,7 +76,7 @@ class S3Server:
                                           read_timeout=read_timeout))
 
     def fresh_uri(self) -> str:
-        """A prefix nobody else uses."""
+        """A prefix of its own."""
         return f"s3://{BUCKET}/{secrets.token_hex(6)}"
 
 

@@ -61,7 +61,7 @@ def run(folder, line):
 
 
 def test_the_readme_has_examples():
-    assert [kind for kind, _ in EXAMPLES] == ["bash", "bash", "python"]
+    assert [kind for kind, _ in EXAMPLES] == ["bash", "bash", "bash", "python"]
 
 
 def test_the_examples_work(folder, monkeypatch):
@@ -83,6 +83,7 @@ def test_the_examples_work(folder, monkeypatch):
     exec(python, names)
     assert names["expanded"].shape == (5, 32)
     assert names["augmented"].shape == (100, 32)
+    assert (folder / "found.csv").read_text().startswith("query,rank,id")
     assert names["scores"]["label"].ap.shape == (5,)
     assert names["graph"].I.shape == (600, 64)
     assert names["features"].x.shape == (600, 32)

@@ -7,8 +7,8 @@ collects what leads to it and normalises its rows of S (`fold`). The original ve
 worker holds (`hop`); columns never mix, so a group is as wide as a worker's memory allows, however many rows there are.
 At last the groups of a part's rows are joined, normalised and published (`part`).
 
-Every file is written whole behind its checksum and has the same bytes whoever makes it, so any process may die at any
-time. All of them lie in the `_work` of the index, which its publication removes.
+Every file is written whole behind its checksum and has the same bytes whichever worker makes it, so any process may
+die at any time. All of them lie in the `_work` of the index, which its publication removes.
 """
 
 import time

@@ -115,7 +115,7 @@ def cut(one: LabelledSet, relevant: int, seed: int = SEED) -> np.ndarray:
 
 
 def make_cells(sets: Sequence[LabelledSet], folder: str, relevant: Sequence[int] = RELEVANT) -> list[DensityCell]:
-    """Cut all sets and store them; distractors are the other sets' rows, with the label -1, which is nobody's."""
+    """Cut all sets and store them; distractors are the other sets' rows, with the label -1, of no class."""
     cells = []
     for one in sets:
         columns = one.xb.shape[1]

@@ -127,7 +127,7 @@ class LAttQEConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LAttQEConfig":
-        """The configuration written by `to_dict`; keys nobody knows are refused by name."""
+        """The configuration written by `to_dict`; unknown keys are refused by name."""
         unknown = sorted(set(values) - {f.name for f in dataclasses.fields(cls)})
         if unknown:
             raise LattqeError(f"unknown network setting {', '.join(unknown)}: made by a newer version of lattqe?")

@@ -162,7 +162,7 @@ def compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: L
                     visitor_floor: np.ndarray | None = None) -> tuple[Lists, Lists]:
     """Compare two different blocks, which start at the given row numbers; return both sides' lists.
 
-    `visitor_floor` (n,) float64: scores below which visitors take nobody, whatever their lists say.
+    `visitor_floor` (n,) float64: scores below which visitors take no row, whatever their lists say.
     """
     return with_room(lambda: _compare_between(rows, visitors, lists, visitor_lists, first_row, first_visitor, lanes,
                                               clock, visitor_floor), lanes)

@@ -1,7 +1,7 @@
 """Work in threads: which pairs of blocks may be compared now, lanes that each have a thread, and where the seconds go.
 
 Both threads (tiles of a block) and cluster workers (blocks of a set) take their pairs here: never two that share a
-block, those with most left to do first. A pair changes the lists of both its blocks, so while it runs nobody else may
+block, those with most left to do first. A pair changes the lists of both its blocks, so while it runs no other may
 touch them; with at least four blocks for each worker there is always a free pair, and the busiest blocks first leaves
 no long tail.
 """

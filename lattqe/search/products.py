@@ -284,7 +284,7 @@ class Block:
     def load(cls, x: Rows, products: Products, k: int | None = None, widen: bool = False) -> "Block":
         """Bring x (n, D) to the device; `widen` keeps it there as float32, for blocks that are used many times.
 
-        With k, find the duplicates that can be in nobody's k best.
+        With k, find the duplicates that can be in no row's k best.
         """
         x = check_rows(x)
         length = norms(x)

@@ -118,7 +118,7 @@ def surplus_rows(x: Rows, k: int) -> np.ndarray | None:
     """Find rows of x (n, D) with more than k identical rows before them: (n,) bool, or None where there are none.
 
     Equal vectors have equal scores and ties go to the lower row, so with k + 1 of them in front (one of which may be
-    the query itself) such a row is in nobody's list. Without this, a database of equal vectors would have to be scored
+    the query itself) such a row is in no list. Without this, a database of equal vectors would have to be scored
     pair by pair in float64.
     """
     n = len(x)

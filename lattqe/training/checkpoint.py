@@ -76,7 +76,7 @@ class Checkpoints:
         for role, values in tensors.items():
             data = safetensors.torch.save({name: value.detach().cpu().contiguous() for name, value in values.items()})
             checksum = xxhash.xxh3_128_hexdigest(data)
-            # Named by content too: whoever does the same with more workers has other last bits.
+            # Named by content too: the same with more workers has other last bits.
             name = f"_work/{role}-{state.step:08d}-{checksum[:8]}.safetensors"
             self.place.write(name, data)
             state.files[role] = {"name": name, "checksum": checksum}

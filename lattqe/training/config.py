@@ -165,7 +165,7 @@ class TrainingConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainingConfig":
-        """The configuration written by `to_dict`; keys nobody knows are refused by name."""
+        """The configuration written by `to_dict`; unknown keys are refused by name."""
         network = LAttQEConfig.from_dict(values["network"])
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):

@@ -1,4 +1,4 @@
-"""Randomness as a pure function of (seed, stream, step): whoever resumes or joins draws the very same numbers."""
+"""Randomness as a pure function of (seed, stream, step): a worker that resumes or joins draws the same numbers."""
 
 from enum import IntEnum
 

@@ -55,7 +55,7 @@ class Squares:
 
     def run(self, block):
         if self.bad_input == block:
-            raise LattqeError("block is wrong: mend it")
+            raise LattqeError("block is wrong: fix it")
         if block in self.always_die_on or (block in self.die_on and self.first_time("died", block)):
             os._exit(1)
         if block in self.hang_on and self.first_time("hung", block):
@@ -124,7 +124,7 @@ def test_poison_block_ends_with_a_clear_error(tmp_path):
         square_all(tmp_path, always_die_on=(4,), policy=BlockPolicy(max_failures=1))
 
 
-@pytest.mark.parametrize(("where", "message"), [(7, "block is wrong: mend it"), ("constructor", "checksum differs"),
+@pytest.mark.parametrize(("where", "message"), [(7, "block is wrong: fix it"), ("constructor", "checksum differs"),
                                                   ("storage", "^cannot read s3://b/x: gave up after 60 s$")])
 def test_bad_input_is_not_retried(tmp_path, where, message):
     with pytest.raises(LattqeError, match=message):

@@ -1,4 +1,4 @@
-"""A block of images through threads and network: order, reasons, batches, and what is nobody's fault."""
+"""A block of images through threads and network: order, reasons, batches, and what is no image's fault."""
 
 import os
 import socket

@@ -102,7 +102,7 @@ class Truth:
 
 
 class Stored:
-    """A stored thing with a damaged manifest or part; half of them with checksums made to fit the damage."""
+    """A stored artifact with a damaged manifest or part; half of them with checksums made to fit the damage."""
 
     def __init__(self, original: Path) -> None:
         self.name, self.original = f"stored {original.name}", original
@@ -194,7 +194,7 @@ def _rezipped(data: bytes, rng: random.Random, other: bytes) -> bytes:
 
 
 def make_targets(folder: Path) -> list[Import | Side | Truth | Stored]:
-    """All readers, each with its sound files; `folder` keeps the sound stored things."""
+    """All readers, each with its sound files; `folder` keeps the sound stored artifacts."""
     return [
         *(Import(ending, seeds) for ending, seeds in importer_seeds().items()),
         *(Side(ending, seeds) for ending, seeds in side_seeds().items()),

@@ -70,7 +70,7 @@ def test_runs_append_and_errors_are_told(tmp_path):
 @pytest.mark.parametrize(("raised", "told"), [
     (KeyboardInterrupt(), {"event": "interrupted", "level": "warning"}),
     (SystemExit(3), {"event": "finish", "exit_code": 3, "level": "warning"}),
-    (LattqeError("mend it"), {"event": "error", "message": "mend it", "error": "LattqeError"}),
+    (LattqeError("fix it"), {"event": "error", "message": "fix it", "error": "LattqeError"}),
     (ZeroDivisionError("a bug"), {"event": "error", "level": "critical", "error": "ZeroDivisionError"}),
 ])
 def test_every_end_is_told(tmp_path, raised, told):
@@ -100,7 +100,7 @@ def test_warnings_reach_file_and_screen_and_events_the_file_only(tmp_path, capfd
     assert (failed["event"], failed["block"], failed["rows"], failed["level"]) == ("block failed", [1, 2], 3, "warning")
     assert capfd.readouterr().err.strip() == "cannot read s3://b/x: trying on"
     event("block failed", logging.WARNING)
-    assert capfd.readouterr().err == "", "without a log file nobody hears it"
+    assert capfd.readouterr().err == "", "without a log file there is no listener"
 
 
 def test_a_log_that_cannot_be_written(tmp_path, capsys, monkeypatch):

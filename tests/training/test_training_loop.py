@@ -123,13 +123,16 @@ def test_the_first_stage_leaves_the_temperature(sets: dict[str, str], tmp_path: 
     assert same == ["head.log_temperature"]
 
 
-def test_training_lowers_the_loss_and_raises_validation(sets: dict[str, str], tmp_path: Path) -> None:
-    plan = plan_for(sets, tmp_path / "model", "steps=120", "validate_every=60", "checkpoint_every=20",
-                    "temperature_steps=0")
+@pytest.mark.parametrize("sampling", [["k_for=batch", "distinct_negatives=false"], []], ids=["by labels", "published"])
+def test_training_lowers_the_loss_and_raises_validation(sets: dict[str, str], tmp_path: Path, sampling: list[str],
+                                                        ) -> None:
+    plan = plan_for(sets, tmp_path / "model", "steps=60", "validate_every=30", "checkpoint_every=10",
+                    "temperature_steps=0", *sampling)
     train(plan)
     metrics = load_model(plan.destination)[2]
     losses = [entry["loss"] for entry in metrics["history"] if "loss" in entry]
-    assert losses[-1] < 0.9 * losses[0]
+    # Negatives of distinct classes are less hard: there is less to push away in the first place.
+    assert losses[-1] < (0.8 if sampling else 0.9) * losses[0]
     assert metrics["best"]["map"] > metrics["validation"]["none"]["database"]
 
 
