@@ -31,6 +31,7 @@ from lattqe.datasets import photos
 from lattqe.datasets.prepare import store
 from lattqe.errors import LattqeError
 from lattqe.evaluation import paired_bootstrap
+from lattqe.evaluation.density import keep_of_each
 from lattqe.expansion import METHODS
 from lattqe.store import FeatureSet
 from lattqe.store.features import comparable_labels
@@ -107,11 +108,7 @@ def cut(one: LabelledSet, relevant: int, seed: int = SEED) -> np.ndarray:
     """The rows that stay (n,), ascending: `relevant` of each class drawn by the seed, or all of a smaller class."""
     if relevant == 0:
         return np.arange(len(one.labels))
-    order = np.random.default_rng(seed).permutation(len(one.labels))
-    sorted_by_class = order[np.argsort(one.labels[order], kind="stable")]
-    labels = one.labels[sorted_by_class]
-    place = np.arange(len(labels)) - np.searchsorted(labels, labels)
-    return np.sort(sorted_by_class[place < relevant])
+    return np.flatnonzero(keep_of_each(one.labels, relevant, seed))
 
 
 def make_cells(sets: Sequence[LabelledSet], folder: str, relevant: Sequence[int] = RELEVANT) -> list[DensityCell]:
