@@ -149,7 +149,7 @@ def test_classes_of_one_image_only_are_refused(sets: dict[str, str], tmp_path: P
     ("contrastive=0", "no ranking loss"),
     ("learning_rate=0", "use a number above 0"),
     ("drop_max=1.5", "use a share from 0"),
-    ("validate_k=0", "numbers of neighbors from 1"),
+    ("validate_k=0", "give whole numbers from 1"),
 ])
 def test_bad_settings_are_refused_by_name(sets: dict[str, str], tmp_path: Path, setting: str, message: str) -> None:
     assert message in refusal(arguments(sets, tmp_path / "model", setting))
