@@ -1,6 +1,7 @@
 """Shared fixtures: a real S3 server, and where the real data is."""
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -18,6 +19,10 @@ from cluster.session import ray_session
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
+
+# A shell that starts the tests in its background has them ignore Ctrl-C, and every command they start would too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Examples are not timed: a busy machine is not a failure.
 settings.register_profile("lattqe", deadline=None)
@@ -94,6 +99,17 @@ def local_ray(s3: S3Server) -> None:
     """
     if not ray.is_initialized():
         SHARED_RAY.enter_context(ray_session(cpus=2))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_ray_ends_where_another_is_needed(request: pytest.FixtureRequest) -> None:
+    """Files with a Ray of their own, in this process or in others, find none: neither connected nor in the environment.
+
+    A local session forbids clusters of several nodes to all that inherits its environment.
+    """
+    text = request.path.read_text()
+    if "mark.ray" in text and "local_ray" not in text:
+        SHARED_RAY.close()
 
 
 @pytest.fixture(autouse=True)

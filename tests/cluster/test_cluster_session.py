@@ -14,7 +14,7 @@ from lattqe.errors import LattqeError
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere.invalid:6379", "ray://127.0.0.1:1", "rubbish", "a:999999"])
-def test_an_address_where_nobody_answers(address):
+def test_an_address_that_does_not_answer(address):
     with pytest.raises(LattqeError, match=r"no Ray cluster answers at|is not the address of a Ray cluster") as told, \
             ray_session(address):
         pass

@@ -134,9 +134,10 @@ def test_half_precision_vectors_are_taken():
     np.testing.assert_allclose(result, lattqe.expand(xq, xb, k=5), atol=5e-3)
 
 
-def test_the_number_of_neighbors_when_nobody_says(tmp_path):
+def test_the_number_of_neighbors_by_default(tmp_path):
     xb = vectors(100, 16, 0, False)
-    np.testing.assert_array_equal(lattqe.expand(xb[:3], xb), lattqe.expand(xb[:3], xb, "alphaqe", k=72, alpha=3.0))
+    np.testing.assert_array_equal(lattqe.expand(xb[:3], xb, "alphaqe"),
+                                  lattqe.expand(xb[:3], xb, "alphaqe", k=72, alpha=3.0))
     np.testing.assert_array_equal(lattqe.augment(xb, "alphaqe"), lattqe.augment(xb, "alphaqe", k=36))
     model = network(max_k=20)
     assert create("lattqe", model=model).suggested_k(dba=True) == 20
