@@ -131,7 +131,7 @@ def test_training_lowers_the_loss_and_raises_validation(sets: dict[str, str], tm
     train(plan)
     metrics = load_model(plan.destination)[2]
     losses = [entry["loss"] for entry in metrics["history"] if "loss" in entry]
-    # Negatives of distinct classes are less hard: there is less to push away in the first place.
+    # The published sampling was seen to lower it to 0.83..0.84 of the first; why less than the other is not known.
     assert losses[-1] < (0.8 if sampling else 0.9) * losses[0]
     assert metrics["best"]["map"] > metrics["validation"]["none"]["database"]
 
