@@ -21,8 +21,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 # A shell that starts the tests in its background has them ignore Ctrl-C, and every command they start would too.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Examples are not timed: a busy machine is not a failure.
 settings.register_profile("lattqe", deadline=None)
@@ -110,6 +109,15 @@ def shared_ray_ends_where_another_is_needed(request: pytest.FixtureRequest) -> N
     text = request.path.read_text()
     if "mark.ray" in text and "local_ray" not in text:
         SHARED_RAY.close()
+
+
+@pytest.fixture(autouse=True)
+def signals_stay_as_they_were() -> Iterator[None]:
+    """An interrupted job ignores further signals until its process ends; here that process is the tests' own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

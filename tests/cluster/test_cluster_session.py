@@ -71,8 +71,14 @@ def listening(pids):
     return found
 
 
+@pytest.fixture
+def own_session():
+    with ray_session(cpus=2):
+        yield
+
+
 @pytest.mark.ray
-def test_a_local_ray_listens_to_this_machine_and_to_its_token_only(local_ray):
+def test_a_session_listens_to_this_machine_and_to_its_token_only(own_session):
     """Although the tests' environment turns Ray's tokens off."""
     assert ray.get(ray.remote(lambda: os.getpid()).remote())
     addresses = listening(descendants(os.getpid()))
