@@ -42,6 +42,7 @@ audit: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 $(STAMP): pyproject.toml constraints.txt

@@ -39,28 +39,43 @@ def read_pins(text: str) -> dict[str, str]:
 
 def compare(pins: dict[str, str], installed: dict[str, str]) -> list[str]:
     """What is not installed as pinned, and what is installed without a pin."""
-    wrong = [f"{name}: {installed[name]} is installed, {version} is pinned" for name, version in sorted(pins.items())
-             if name in installed and Version(installed[name]).public != Version(version).public]
+    wrong = [
+        f"{name}: {installed[name]} is installed, {version} is pinned"
+        for name, version in sorted(pins.items())
+        if name in installed and Version(installed[name]).public != Version(version).public
+    ]
     extra = sorted(set(installed) - set(pins) - UNPINNED)
     return wrong + [f"{name}: {installed[name]} is installed without a pin in constraints.txt" for name in extra]
 
 
 def unsafe(pins: dict[str, str], advisories: dict[str, dict[str, str]]) -> list[str]:
     """Pins below the first version without a known hole."""
-    return [f"{name}: {pins[name]} is pinned, {entry['id']} is fixed in {entry['since']}: {entry['what']}"
-            for name, entry in sorted(advisories.items())
-            if name in pins and Version(pins[name]) < Version(entry["since"])]
+    return [
+        f"{name}: {pins[name]} is pinned, {entry['id']} is fixed in {entry['since']}: {entry['what']}"
+        for name, entry in sorted(advisories.items())
+        if name in pins and Version(pins[name]) < Version(entry["since"])
+    ]
 
 
 def bill_of_materials(packages: list[tuple[str, str, str]]) -> dict[str, object]:
     """What is installed, as (name, version, license), in CycloneDX 1.5; the same packages give the same bytes."""
     return {
-        "bomFormat": "CycloneDX", "specVersion": "1.5", "version": 1,
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.5",
+        "version": 1,
         "metadata": {"component": {"type": "application", "name": "lattqe", "bom-ref": "lattqe"}},
         "components": [
-            {"type": "library", "bom-ref": f"pkg:pypi/{name}@{version}", "name": name, "version": version,
-             "purl": f"pkg:pypi/{name}@{version}", **({"licenses": [{"license": {"name": stated}}]} if stated else {})}
-            for name, version, stated in sorted(set(packages)) if name != "lattqe"],
+            {
+                "type": "library",
+                "bom-ref": f"pkg:pypi/{name}@{version}",
+                "name": name,
+                "version": version,
+                "purl": f"pkg:pypi/{name}@{version}",
+                **({"licenses": [{"license": {"name": stated}}]} if stated else {}),
+            }
+            for name, version, stated in sorted(set(packages))
+            if name != "lattqe"
+        ],
     }
 
 
@@ -79,8 +94,9 @@ def ask_pip_audit() -> tuple[str, bool]:
     program = shutil.which("pip-audit")
     if program is None:
         return "pip-audit is not installed: known holes were looked for in .ci/advisories.toml only", False
-    done = subprocess.run([program, "-r", str(ROOT / "constraints.txt"), "--no-deps", "--disable-pip"],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [program, "-r", str(ROOT / "constraints.txt"), "--no-deps", "--disable-pip"], capture_output=True, text=True
+    )
     if any(mark in done.stderr for mark in OFFLINE):
         return "pip-audit cannot reach its database: .ci/advisories.toml alone was asked", False
     return (done.stdout + done.stderr).strip(), done.returncode != 0
@@ -92,8 +108,10 @@ def main() -> None:
     parser.add_argument("--sbom", type=Path, help="write what is installed to this file, as CycloneDX")
     target = parser.parse_args().sbom
     if target is not None:
-        packages = [(plain(each.metadata["Name"]), each.version, license_of(each))
-                    for each in importlib.metadata.distributions()]
+        packages = [
+            (plain(each.metadata["Name"]), each.version, license_of(each))
+            for each in importlib.metadata.distributions()
+        ]
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(bill_of_materials(packages), indent=1) + "\n")
     pins = read_pins((ROOT / "constraints.txt").read_text())
@@ -101,8 +119,15 @@ def main() -> None:
     advisories = tomllib.loads((ROOT / ".ci" / "advisories.toml").read_text())
     lines = compare(pins, installed) + unsafe(pins, advisories)
     told, found = ask_pip_audit()
-    print("\n".join([*lines, told, f"{len(pins)} pins, {len(installed)} installed, {len(advisories)} advisories: "
-                     f"{len(lines)} to fix"]))
+    print(
+        "\n".join(
+            [
+                *lines,
+                told,
+                f"{len(pins)} pins, {len(installed)} installed, {len(advisories)} advisories: {len(lines)} to fix",
+            ]
+        )
+    )
     sys.exit(1 if lines or found else 0)
 
 

@@ -26,8 +26,13 @@ from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph
 def call(verb: str, *arguments: object) -> dict[str, Any]:
     """Run one of our commands with --json: its summary, and the seconds of the whole process."""
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", f"jobs.{verb}", *map(str, arguments), "--json"], check=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", f"jobs.{verb}", *map(str, arguments), "--json"],
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     return json.loads(done.stdout) | {"process_seconds": time.perf_counter() - started}
 
 
@@ -76,17 +81,29 @@ def grow(folder: Path, x: np.ndarray, new: int, removed: int, options: argparse.
     graphs = [NeighborGraph.open(uri).read() for uri in (f"{grown}/neighbors", f"{scratch}-graph")]
     vectors = [FeatureSet.open(str(uri)).read() for uri in (grown, scratch)]
     rows, touched = told["rows"], told["rows_touched"]
-    allowed = 1.1 * touched / rows * told["products_from_scratch"] \
+    allowed = (
+        1.1 * touched / rows * told["products_from_scratch"]
         + (told["rows_joined"] + told["rows_searched_again"]) * rows
+    )
     counted = told["products"] + told["pairs_scored_again"]
     deviation = float(np.abs(vectors[0] - vectors[1]).max())
-    return {"joined": new, "removed": removed, "touched": touched, "touched_share": round(touched / rows, 4),
-            "products": counted, "products_allowed": round(allowed),
-            "products_of_scratch": round(counted / told["products_from_scratch"], 4),
-            "network_rows": told["expanded_rows"], "network_rows_allowed": round(1.1 * touched),
-            "graph_equal": bool(all((a == b).all() for a, b in zip(*graphs))), "largest_deviation": deviation,
-            "met": counted <= allowed and told["expanded_rows"] <= 1.1 * touched and deviation <= 1e-6
-            and bool((graphs[0][0] == graphs[1][0]).all())}
+    return {
+        "joined": new,
+        "removed": removed,
+        "touched": touched,
+        "touched_share": round(touched / rows, 4),
+        "products": counted,
+        "products_allowed": round(allowed),
+        "products_of_scratch": round(counted / told["products_from_scratch"], 4),
+        "network_rows": told["expanded_rows"],
+        "network_rows_allowed": round(1.1 * touched),
+        "graph_equal": bool(all((a == b).all() for a, b in zip(*graphs))),
+        "largest_deviation": deviation,
+        "met": counted <= allowed
+        and told["expanded_rows"] <= 1.1 * touched
+        and deviation <= 1e-6
+        and bool((graphs[0][0] == graphs[1][0]).all()),
+    }
 
 
 def main() -> None:

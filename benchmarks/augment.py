@@ -91,11 +91,26 @@ def run_bare(folder: Path, options: argparse.Namespace) -> dict[str, float]:
 def run_job(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The whole job: its summary, with seconds a row from when its workers were up, and their CPU seconds."""
     with tempfile.TemporaryDirectory() as to:
-        command = [sys.executable, "-m", "jobs.augment", f"{folder}/features", "--model", f"{folder}/model", "-k",
-                   str(options.k), "--neighbors", f"{folder}/graph", "--to", f"{to}/index", "--workers",
-                   str(options.workers), "--json"]
-        told = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                         text=True).stdout)
+        command = [
+            sys.executable,
+            "-m",
+            "jobs.augment",
+            f"{folder}/features",
+            "--model",
+            f"{folder}/model",
+            "-k",
+            str(options.k),
+            "--neighbors",
+            f"{folder}/graph",
+            "--to",
+            f"{to}/index",
+            "--workers",
+            str(options.workers),
+            "--json",
+        ]
+        told = json.loads(
+            subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+        )
     return told | {"wall": told["seconds_after_start"] / told["rows"], "cpu": told["worker_cpu_seconds"] / told["rows"]}
 
 
@@ -106,16 +121,22 @@ def compare(kind: str, rows: int, options: argparse.Namespace) -> dict[str, Any]
         make_world(folder, kind, rows, options.dim, options.k)
         turns = [(run_bare(folder, options), run_job(folder, options)) for _ in range(options.rounds)]
     jobs = [job for _, job in turns]
-    return {"network": kind, "rows": rows, "dim": options.dim, "k": options.k, "workers": options.workers,
-            "job_rows_per_second": round(1 / statistics.median(job["wall"] for job in jobs)),
-            "bare_rows_per_second": round(1 / statistics.median(bare["wall"] for bare, _ in turns)),
-            "ratio_wall": round(statistics.median(bare["wall"] / job["wall"] for bare, job in turns), 3),
-            "ratio_cpu": round(statistics.median(bare["cpu"] / job["cpu"] for bare, job in turns), 3),
-            "cpu_seconds": round(statistics.median(job["cpu"] for job in jobs) * rows, 1),
-            "seconds": round(statistics.median(job["wall"] for job in jobs) * rows, 1),
-            "peak_mib": round(max(job["peak_worker_bytes"] for job in jobs) / 2**20),
-            "predicted_mib": round(max(job["predicted_worker_bytes"] for job in jobs) / 2**20),
-            "shared": jobs[0]["shared_products"]}
+    return {
+        "network": kind,
+        "rows": rows,
+        "dim": options.dim,
+        "k": options.k,
+        "workers": options.workers,
+        "job_rows_per_second": round(1 / statistics.median(job["wall"] for job in jobs)),
+        "bare_rows_per_second": round(1 / statistics.median(bare["wall"] for bare, _ in turns)),
+        "ratio_wall": round(statistics.median(bare["wall"] / job["wall"] for bare, job in turns), 3),
+        "ratio_cpu": round(statistics.median(bare["cpu"] / job["cpu"] for bare, job in turns), 3),
+        "cpu_seconds": round(statistics.median(job["cpu"] for job in jobs) * rows, 1),
+        "seconds": round(statistics.median(job["wall"] for job in jobs) * rows, 1),
+        "peak_mib": round(max(job["peak_worker_bytes"] for job in jobs) / 2**20),
+        "predicted_mib": round(max(job["predicted_worker_bytes"] for job in jobs) / 2**20),
+        "shared": jobs[0]["shared_products"],
+    }
 
 
 HOPPING = ("start", "turn", "fold", "hop", "part")
@@ -124,22 +145,46 @@ HOPPING = ("start", "turn", "fold", "hop", "part")
 def run_hops(folder: Path, rows: int, options: argparse.Namespace, method: list[str]) -> dict[str, Any]:
     """One job of several hops: seconds of the pass that makes edges and of the hops, and what a hop moves."""
     with tempfile.TemporaryDirectory() as to:
-        command = [sys.executable, "-m", "jobs.augment", f"{folder}/features", *method, "-k", str(options.k), "--hops",
-                   str(options.hops), "--neighbors", f"{folder}/graph", "--to", f"{to}/index", "--workers",
-                   str(options.workers), "--json"]
-        told = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                         text=True).stdout)
+        command = [
+            sys.executable,
+            "-m",
+            "jobs.augment",
+            f"{folder}/features",
+            *method,
+            "-k",
+            str(options.k),
+            "--hops",
+            str(options.hops),
+            "--neighbors",
+            f"{folder}/graph",
+            "--to",
+            f"{to}/index",
+            "--workers",
+            str(options.workers),
+            "--json",
+        ]
+        told = json.loads(
+            subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+        )
     spent = told["worker_seconds"]
     hopping = sum(spent.get(name, 0.0) for name in HOPPING)
     edges = sum(spent.values()) - hopping
-    return {"method": method[1], "rows": rows, "hops": options.hops, "k": options.k, "dim": options.dim,
-            "edges_seconds": round(edges, 2), "hops_seconds": round(hopping, 2),
-            "hops_to_edges": round(hopping / edges, 3), "hops_seconds_by_step": {n: spent.get(n) for n in HOPPING},
-            "hops_microseconds_a_row": round(1e6 * hopping / rows, 1),
-            "bytes_read_a_row_and_hop": round(told["bytes_read_for_each_hop"] / rows),
-            "bytes_written_a_row_and_hop": round(told["bytes_written_for_each_hop"] / rows),
-            "peak_mib": round(told["peak_hop_worker_bytes"] / 2**20),
-            "predicted_mib": round(told["predicted_hop_worker_bytes"] / 2**20)}
+    return {
+        "method": method[1],
+        "rows": rows,
+        "hops": options.hops,
+        "k": options.k,
+        "dim": options.dim,
+        "edges_seconds": round(edges, 2),
+        "hops_seconds": round(hopping, 2),
+        "hops_to_edges": round(hopping / edges, 3),
+        "hops_seconds_by_step": {n: spent.get(n) for n in HOPPING},
+        "hops_microseconds_a_row": round(1e6 * hopping / rows, 1),
+        "bytes_read_a_row_and_hop": round(told["bytes_read_for_each_hop"] / rows),
+        "bytes_written_a_row_and_hop": round(told["bytes_written_for_each_hop"] / rows),
+        "peak_mib": round(told["peak_hop_worker_bytes"] / 2**20),
+        "predicted_mib": round(told["predicted_hop_worker_bytes"] / 2**20),
+    }
 
 
 def compare_hops(options: argparse.Namespace) -> list[dict[str, Any]]:

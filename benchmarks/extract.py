@@ -45,20 +45,36 @@ def write_photos(folder: Path, count: int) -> None:
     rng = np.random.default_rng(0)
     for number in range(count):
         coarse, fine = (rng.integers(0, 256, (side * 3 // 4, side, 3), dtype=np.uint8) for side in (24, 400))
-        images = [np.asarray(Image.fromarray(part).resize((1600, 1200), Image.Resampling.BICUBIC), dtype=np.float32)
-                  for part in (coarse, fine)]
+        images = [
+            np.asarray(Image.fromarray(part).resize((1600, 1200), Image.Resampling.BICUBIC), dtype=np.float32)
+            for part in (coarse, fine)
+        ]
         mixed = (0.8 * images[0] + 0.2 * images[1]).astype(np.uint8)
         Image.fromarray(mixed).save(folder / f"{number:04}.jpg", quality=90)
 
 
 def write_network(path: Path, architecture: str) -> None:
-    meta = {"architecture": architecture, "pooling": "gem", "whitening": True, "regional": False,
-            "local_whitening": False, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+    meta = {
+        "architecture": architecture,
+        "pooling": "gem",
+        "whitening": True,
+        "regional": False,
+        "local_whitening": False,
+        "mean": [0.485, 0.456, 0.406],
+        "std": [0.229, 0.224, 0.225],
+    }
     torch.save({"meta": meta, "state_dict": RetrievalNet(architecture).state_dict()}, path)
 
 
-def bare_process(network: str, files: list[str], framing: Framing, scales: tuple[float, ...], threads: int,
-                 barrier: Barrier, seconds: Any) -> None:
+def bare_process(
+    network: str,
+    files: list[str],
+    framing: Framing,
+    scales: tuple[float, ...],
+    threads: int,
+    barrier: Barrier,
+    seconds: Any,
+) -> None:
     """Encode decoded tensors; the clock starts when every process has them."""
     torch.set_num_threads(threads)
     encoder = open_encoder(EncoderSpec(network), CPU)
@@ -74,13 +90,18 @@ def bare_process(network: str, files: list[str], framing: Framing, scales: tuple
         seconds.put(time.perf_counter() - started)
 
 
-def bare_rate(network: str, files: list[str], framing: Framing, scales: tuple[float, ...], processes: int,
-              threads: int) -> float:
+def bare_rate(
+    network: str, files: list[str], framing: Framing, scales: tuple[float, ...], processes: int, threads: int
+) -> float:
     """Images per second of `processes` bare networks with `threads` threads each."""
     context = multiprocessing.get_context("spawn")
     barrier, seconds = context.Barrier(processes), context.Queue()
-    running = [context.Process(target=bare_process, args=(network, files[number::processes], framing, scales, threads,
-                                                          barrier, seconds)) for number in range(processes)]
+    running = [
+        context.Process(
+            target=bare_process, args=(network, files[number::processes], framing, scales, threads, barrier, seconds)
+        )
+        for number in range(processes)
+    ]
     for process in running:
         process.start()
     slowest = max(seconds.get() for _ in running)
@@ -95,17 +116,19 @@ def job_rate(network: str, images: str, to: str, framing: Framing, scales: tuple
     inputs = {"images": {"uri": images, "digest": listed.digest(), "kind": "images"}}
     destination = Destination(to, FEATURE_DIM, "float16", {"scales": list(scales)}, inputs)
     pending = destination.begin(listed)
-    task = ExtractionTask(destination.stage_uri, listed.root, EncoderSpec(network), framing, scales, 1, FEATURE_DIM,
-                          "float16")
+    task = ExtractionTask(
+        destination.stage_uri, listed.root, EncoderSpec(network), framing, scales, 1, FEATURE_DIM, "float16"
+    )
     workers = plan_workers(None, "cpu")
     finished: list[tuple[float, int]] = []
-    extract_blocks(task, workers, pending.missing(),
-                   lambda report: finished.append((time.perf_counter(), report.images)))
+    extract_blocks(
+        task, workers, pending.missing(), lambda report: finished.append((time.perf_counter(), report.images))
+    )
     pending.finish()
     described = DescribedImages.open(destination.stage_uri)
     merge(destination, described, find_skipped(described))
     ended = time.perf_counter()
-    return sum(count for _, count in finished[workers.count:]) / (ended - finished[workers.count - 1][0])
+    return sum(count for _, count in finished[workers.count :]) / (ended - finished[workers.count - 1][0])
 
 
 def main() -> None:
@@ -131,7 +154,7 @@ def main() -> None:
         ways = {(1, cores), (cores, 1)}
 
         def bare() -> float:
-            rates = {way: bare_rate(network, files[:len(files) // 2], framing, scales, *way) for way in ways}
+            rates = {way: bare_rate(network, files[: len(files) // 2], framing, scales, *way) for way in ways}
             for (processes, threads), rate in rates.items():
                 print(f"bare, {processes} processes × {threads} threads: {rate:.3f} images/s", flush=True)
             return max(rates.values())
@@ -145,8 +168,10 @@ def main() -> None:
     ratios = [job / ((before + after) / 2) for job, before, after in zip(jobs, bares, bares[1:])]
     ratio = statistics.median(ratios)
     verdict = "met" if ratio >= GOAL else "MISSED"
-    print(f"{verdict}: {architecture}, {len(scales)} scales, {framing.size} pixels: job / bare = {ratio:.3f} "
-          f"(rounds {', '.join(f'{value:.3f}' for value in ratios)}), goal {GOAL}")
+    print(
+        f"{verdict}: {architecture}, {len(scales)} scales, {framing.size} pixels: job / bare = {ratio:.3f} "
+        f"(rounds {', '.join(f'{value:.3f}' for value in ratios)}), goal {GOAL}"
+    )
     if options.json:
         numbers = {"bare": bares, "job": jobs, "ratios": ratios, "ratio": ratio}
         Path(options.json).write_text(json.dumps(numbers, indent=1))

@@ -96,8 +96,19 @@ def measure(body: str, path: Path, k: int, threads: int, clock: str) -> dict[str
 def measure_ray(features: Path, k: int, workers: int) -> dict[str, float]:
     """Time the job from when its workers are up; their start (importing torch) does not grow with the rows."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "jobs.neighbors", str(features), "-k", str(k), "--to", f"{folder}/graph",
-                   "--workers", str(workers), "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "jobs.neighbors",
+            str(features),
+            "-k",
+            str(k),
+            "--to",
+            f"{folder}/graph",
+            "--workers",
+            str(workers),
+            "--json",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     facts = json.loads(done.stdout)
     return {"seconds": facts["seconds_after_start"], "peak_bytes": facts["peak_worker_bytes"]}
@@ -132,11 +143,17 @@ def compare(rows: int, dim: int, k: int, options: argparse.Namespace, folder: Pa
     seconds = {name: statistics.median(run["seconds"] for run in results) for name, results in runs.items()}
     peak = max(run["peak_bytes"] for run in runs["lattqe"])
     result: dict[str, object] = {
-        "rows": rows, "dim": dim, "k": k, "clock": options.clock, "threads": options.threads, "rounds": options.rounds,
+        "rows": rows,
+        "dim": dim,
+        "k": k,
+        "clock": options.clock,
+        "threads": options.threads,
+        "rounds": options.rounds,
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
         "speedup_over_faiss": round(seconds["faiss"] / seconds["lattqe"], 2),
         "of_bare_products": round(seconds["gemm"] / seconds["lattqe"], 2),
-        "memory_beyond_vectors_mib": round((peak - 4 * rows * dim) / 2**20)}
+        "memory_beyond_vectors_mib": round((peak - 4 * rows * dim) / 2**20),
+    }
     if options.ray:
         result["ray_over_one_process"] = round(seconds["ray"] / seconds["job"], 2)
         result["ray_over_warm_kernel"] = round(seconds["ray"] / seconds["lattqe"], 2)

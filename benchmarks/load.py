@@ -36,8 +36,13 @@ def measure(blocks, workers, log):
     """Seconds from the first block delivered to the last."""
     delivered = {}
     with logging_to(log, "load", {}):
-        run_blocks(lambda _: Idle.remote(), workers, range(blocks), work=Work("idle", rows=lambda block: 1),
-                   on_done=lambda block, result: delivered.setdefault(block, time.monotonic()) and None)
+        run_blocks(
+            lambda _: Idle.remote(),
+            workers,
+            range(blocks),
+            work=Work("idle", rows=lambda block: 1),
+            on_done=lambda block, result: delivered.setdefault(block, time.monotonic()) and None,
+        )
     assert set(delivered) == set(range(blocks))
     return max(delivered.values()) - min(delivered.values())
 

@@ -75,11 +75,25 @@ def main() -> None:
     features, graph = str(folder / "features"), str(folder / "graph")
     write_rows(features, options.rows, options.dim)
     started = time.monotonic()
-    words = [sys.executable, "-m", "jobs.neighbors", features, "-k", str(options.k), "--to", graph,
-             "--workers", str(options.workers), "--json"]
+    words = [
+        sys.executable,
+        "-m",
+        "jobs.neighbors",
+        features,
+        "-k",
+        str(options.k),
+        "--to",
+        graph,
+        "--workers",
+        str(options.workers),
+        "--json",
+    ]
     done = subprocess.run(words, stdout=subprocess.PIPE, check=True)
-    result = {**json.loads(done.stdout), "wall_seconds": round(time.monotonic() - started, 1),
-              "load": [round(value, 1) for value in os.getloadavg()]}
+    result = {
+        **json.loads(done.stdout),
+        "wall_seconds": round(time.monotonic() - started, 1),
+        "load": [round(value, 1) for value in os.getloadavg()],
+    }
     result["checked"] = options.sample
     result["right"] = check(FeatureSet.open(features), NeighborGraph.open(graph), options.sample)
     (folder / "results.json").write_text(json.dumps(result, indent=1))

@@ -47,7 +47,8 @@ def cut(data: Path, folder: Path, columns: int) -> dict[str, dict[str, str]]:
         found[name] = {
             "train": write_features(folder, f"{name}-train", train.xb, train.ids, train.labels),
             "val": write_features(folder, name, val.xb, val.ids, val.labels),
-            "queries": write_features(folder, f"{name}-queries", val.xq, val.query_ids, val.query_labels)}
+            "queries": write_features(folder, f"{name}-queries", val.xq, val.query_ids, val.query_labels),
+        }
     return found
 
 
@@ -57,8 +58,23 @@ def train(sets: dict[str, dict[str, str]], names: list[str], to: Path, options: 
     words += [word for name in names for word in ("--val", sets[name]["val"], "--queries", sets[name]["queries"])]
     settings = [word for setting in ["shared_labels=true", *options.set] for word in ("--set", setting)]
     started = time.monotonic()
-    subprocess.run([sys.executable, "-m", "jobs.train", *words, "--preset", options.preset, "--to", str(to),
-                    "--threads", str(options.threads), *settings], check=True, cwd=PROJECT)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "jobs.train",
+            *words,
+            "--preset",
+            options.preset,
+            "--to",
+            str(to),
+            "--threads",
+            str(options.threads),
+            *settings,
+        ],
+        check=True,
+        cwd=PROJECT,
+    )
     return time.monotonic() - started
 
 
@@ -105,8 +121,7 @@ def best_rivals_dba(sets: list[ValidationSet]) -> dict[str, Any]:
         method = create(name, **params)
         databases = [augment(one.xb, method, m) for one in sets]
         for k in (4, 8, 12, 16):
-            values = [one.mean_ap(expand(one.xq, xb, method, k), ranking_index(xb))
-                      for one, xb in zip(sets, databases)]
+            values = [one.mean_ap(expand(one.xq, xb, method, k), ranking_index(xb)) for one, xb in zip(sets, databases)]
             if name not in best or np.mean(values) > best[name]["mean"]:
                 best[name] = {"mean": float(np.mean(values)), "sets": values, "ndba": m, "nqe": k, **params}
     return best
@@ -150,15 +165,22 @@ def look_at_test(model: str, data: Path, columns: int, results: Path) -> dict[st
     n_qe, n_dba, n_qe_dba = (metrics[name] for name in ("nqe", "ndba", "nqe_with_dba"))
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "lattqe": lambda: learned(model, sets, NQE),
-        "dba": lambda: {"lattdba": learned_dba(model, sets, n_dba, 0),
-                        "lattdba+qe": learned_dba(model, sets, n_dba, n_qe_dba)},
+        "dba": lambda: {
+            "lattdba": learned_dba(model, sets, n_dba, 0),
+            "lattdba+qe": learned_dba(model, sets, n_dba, n_qe_dba),
+        },
         "rivals": lambda: {"none": none(sets), **best_rivals(sets), "(rocchio)": rocchio(sets)},
         "aqe": lambda: sweep("aqe", sets),
         "rivals with dba": lambda: best_rivals_dba(sets),
-        "distractors": lambda: {"none": none(crowded), "lattqe": learned(model, crowded, (n_qe,))[str(n_qe)],
-                                **best_rivals(crowded)},
-        "distractors, dba": lambda: {"lattdba+qe": learned_dba(model, crowded, n_dba, n_qe_dba),
-                                     **best_rivals_dba(crowded)},
+        "distractors": lambda: {
+            "none": none(crowded),
+            "lattqe": learned(model, crowded, (n_qe,))[str(n_qe)],
+            **best_rivals(crowded),
+        },
+        "distractors, dba": lambda: {
+            "lattdba+qe": learned_dba(model, crowded, n_dba, n_qe_dba),
+            **best_rivals_dba(crowded),
+        },
     }
     found: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
     for title, measure in sections.items():
@@ -211,8 +233,11 @@ def leave_out(sets: dict[str, dict[str, str]], data: Path, options: argparse.Nam
         train(sets, [other for other in SETS if other != name], to, options)
         one = [load_test(name, data, options.columns)]
         found, best = learned(str(to), one, (16, 32, 64, 128)), best_rivals(one)
-        result[name] = {"chosen": load_model(str(to))[2]["nqe"], "lattqe": {k: v["mean"] for k, v in found.items()},
-                        "rivals": {rival: (v["mean"], v["k"]) for rival, v in best.items()}}
+        result[name] = {
+            "chosen": load_model(str(to))[2]["nqe"],
+            "lattqe": {k: v["mean"] for k, v in found.items()},
+            "rivals": {rival: (v["mean"], v["k"]) for rival, v in best.items()},
+        }
         print(name, json.dumps(result[name]), flush=True)
     return result
 

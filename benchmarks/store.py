@@ -49,11 +49,12 @@ def measure_memory(folder: str, uri: str, rows: int, dim: int) -> bool:
     source = np.lib.format.open_memmap(f"{folder}/vectors.npy", "w+", np.float32, (rows, dim))
     rng = np.random.default_rng(0)
     for start in range(0, rows, BLOCK_ROWS):
-        source[start:start + BLOCK_ROWS] = rng.standard_normal((min(BLOCK_ROWS, rows - start), dim), np.float32)
+        source[start : start + BLOCK_ROWS] = rng.standard_normal((min(BLOCK_ROWS, rows - start), dim), np.float32)
     source.flush()
     answers = multiprocessing.get_context("spawn").SimpleQueue()
     child = multiprocessing.get_context("spawn").Process(
-        target=import_and_read, args=(f"{folder}/vectors.npy", uri, answers))
+        target=import_and_read, args=(f"{folder}/vectors.npy", uri, answers)
+    )
     child.start()
     child.join()
     Path(f"{folder}/vectors.npy").unlink()
@@ -61,8 +62,10 @@ def measure_memory(folder: str, uri: str, rows: int, dim: int) -> bool:
         sys.exit("the import failed")
     before, peak, write_seconds, read_seconds = answers.get()
     size = FeatureSet.open(uri).manifest.total_bytes
-    print(f"{rows:,} × {dim} float16 ({size / 1e6:.0f} MB): imported in {write_seconds:.1f} s, read back in "
-          f"{read_seconds:.2f} s, peak memory {peak >> 20} MiB ({before >> 20} MiB before)")
+    print(
+        f"{rows:,} × {dim} float16 ({size / 1e6:.0f} MB): imported in {write_seconds:.1f} s, read back in "
+        f"{read_seconds:.2f} s, peak memory {peak >> 20} MiB ({before >> 20} MiB before)"
+    )
     return verdict("peak memory / 1 GiB", peak / MEMORY_LIMIT, at_most=1.0)
 
 
@@ -108,8 +111,11 @@ def compare_disk(uri: str, repeats: int) -> bool:
 
     size = features.manifest.total_bytes
     compare("disk, cold", size, {"raw": raw, "lattqe": ours}, repeats, before=forget)
-    return verdict("sequential read / raw read", compare("disk, cached", size, {"raw": raw, "lattqe": ours}, repeats),
-                   at_least=DISK_RATIO)
+    return verdict(
+        "sequential read / raw read",
+        compare("disk, cached", size, {"raw": raw, "lattqe": ours}, repeats),
+        at_least=DISK_RATIO,
+    )
 
 
 def compare_s3(folder: Path, uri: str, repeats: int) -> bool:
@@ -141,8 +147,9 @@ def compare_s3(folder: Path, uri: str, repeats: int) -> bool:
     return verdict("S3 read / plain boto3", ratio, at_least=S3_RATIO)
 
 
-def compare(what: str, size: int, runs: dict[str, Callable[[], None]], repeats: int,
-            before: Callable[[], None] = lambda: None) -> float:
+def compare(
+    what: str, size: int, runs: dict[str, Callable[[], None]], repeats: int, before: Callable[[], None] = lambda: None
+) -> float:
     """Run two things in turn and print their speeds; the median ratio of ours (the second) to the first."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):

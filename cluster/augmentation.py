@@ -29,9 +29,15 @@ from lattqe.store.parts import RESIDENT_BYTES
 WARM_BYTES = 48 << 20
 
 
-def build_index(task: Augmentation, on_rows: Callable[[int], None] = lambda rows: None, *, workers: int | None = None,
-                resources: dict[str, float] | None = None, policy: BlockPolicy | None = None,
-                shards: ShardReader | None = None) -> AugmentSummary:
+def build_index(
+    task: Augmentation,
+    on_rows: Callable[[int], None] = lambda rows: None,
+    *,
+    workers: int | None = None,
+    resources: dict[str, float] | None = None,
+    policy: BlockPolicy | None = None,
+    shards: ShardReader | None = None,
+) -> AugmentSummary:
     """Compute and publish all missing parts of `task.to` with `workers` actors; `on_rows(n)` after each n rows.
 
     As `lattqe.augmentation.build_index` does in this process, with the same bytes. `resources` is what one actor asks
@@ -56,8 +62,14 @@ def build_index(task: Augmentation, on_rows: Callable[[int], None] = lambda rows
 
     # A spread strategy uses every node's cores and disks before doubling up on one.
     actors = actor_class.options(scheduling_strategy="SPREAD")
-    ran = run_blocks(lambda _: actors.remote(task, shards), workers or default_workers(), items, on_done=on_done,
-                     policy=policy, work=Work("augment", rows, traffic=itemgetter("traffic")))
+    ran = run_blocks(
+        lambda _: actors.remote(task, shards),
+        workers or default_workers(),
+        items,
+        on_done=on_done,
+        policy=policy,
+        work=Work("augment", rows, traffic=itemgetter("traffic")),
+    )
     summary.took, summary.retries = ran.seconds, ran.retries
     summary.workers_lost, summary.spare_copies = ran.actors_lost, ran.spare_copies
     return summary
@@ -93,12 +105,18 @@ class WorkerMemory:
 
     def parts(self) -> dict[str, int]:
         """By name, for the plan."""
-        return {"process and model": self.process, "mapped files (one copy for a node)": self.mapped,
-                "held": self.held, "shared products": self.table, "buffers": self.buffers}
+        return {
+            "process and model": self.process,
+            "mapped files (one copy for a node)": self.mapped,
+            "held": self.held,
+            "shared products": self.table,
+            "buffers": self.buffers,
+        }
 
 
-def predict_memory(task: Augmentation, features: FeatureSet, graph: NeighborGraph, method: Method, reach: Reach,
-                   process: int) -> WorkerMemory:
+def predict_memory(
+    task: Augmentation, features: FeatureSet, graph: NeighborGraph, method: Method, reach: Reach, process: int
+) -> WorkerMemory:
     """Predict from the sizes of everything; `process` is what `resident_bytes` says once the method is created."""
     mapped = held = 0
     for stored, all_of_it in ((features, reach.how == "map"), (graph, True)):

@@ -56,8 +56,10 @@ def _wait(needs: dict[str, int], seconds: float) -> None:
         if time.monotonic() >= deadline:
             missing = [f"{resource} (wanted {count})" for resource, count in needs.items() if not owned.get(resource)]
             if missing:
-                raise LattqeError(f"the cluster did not grow within {seconds:.0f} s: still no {', '.join(missing)}: "
-                                  "look at `ray status` on its head, quotas and limits of its node types")
+                raise LattqeError(
+                    f"the cluster did not grow within {seconds:.0f} s: still no {', '.join(missing)}: "
+                    "look at `ray status` on its head, quotas and limits of its node types"
+                )
             break
         time.sleep(min(POLL_SECONDS, seconds))
     event("cluster grown", wanted=needs, owned={resource: owned.get(resource, 0) for resource in needs})

@@ -46,14 +46,22 @@ class Bench:
         self.place = open_place(f"{self.folder}/cells")
         self.place.sweep()  # of what a killed run was writing
         self.inputs = {dataset.name: Inputs.open(dataset) for dataset in run.datasets}
-        self.distractors = {(dataset.name, each.name): FeatureSet.open(each.features)
-                            for dataset in run.datasets_of("test") for each in run.distractors_of(dataset.name)}
+        self.distractors = {
+            (dataset.name, each.name): FeatureSet.open(each.features)
+            for dataset in run.datasets_of("test")
+            for each in run.distractors_of(dataset.name)
+        }
         for (dataset, _), distractors in self.distractors.items():
             check_same_vectors(self.inputs[dataset].database, distractors)
         models = {value for method in run.methods for value in method.params.get("model", ())}
         models |= {each.model for each in run.ablations}
-        models |= {dict(step.params)["model"] for method in run.graph_methods for each in method.pipelines
-                   for step in (each.dba, each.qe) if step is not None and "model" in dict(step.params)}
+        models |= {
+            dict(step.params)["model"]
+            for method in run.graph_methods
+            for each in method.pipelines
+            for step in (each.dba, each.qe)
+            if step is not None and "model" in dict(step.params)
+        }
         self.models = {uri: read_manifest(open_place(uri), "model").digest for uri in sorted(models)}
         self._check_plan()
         self.indexes = Indexes(self.folder, self.models, workers, shards)
@@ -72,9 +80,11 @@ class Bench:
             rows = self.inputs[dataset.name].database.rows
             rows += self.distractors[dataset.name, distractors].rows if distractors is not None else 0
             if rows > MOST_ROWS:
-                raise LattqeError(f"{dataset.name} has {rows:,} rows with its distractors, but "
-                                  f"{rivals[0].label} works in one process, up to {MOST_ROWS:,} rows: "
-                                  "leave it out of this run")
+                raise LattqeError(
+                    f"{dataset.name} has {rows:,} rows with its distractors, but "
+                    f"{rivals[0].label} works in one process, up to {MOST_ROWS:,} rows: "
+                    "leave it out of this run"
+                )
 
     def needs_ray(self) -> bool:
         """Whether anything of it is too large for this process, or was asked to run on workers or shards."""
@@ -157,10 +167,18 @@ class Bench:
 
     def _graph_k(self) -> int:
         """Neighbors enough for every database setting of the run, so that one graph of some rows serves them all."""
-        settings = [pair[0] for method in self.run.methods for params in method.variants()
-                    for pair in method.dba_settings(params)]
-        settings += [each.dba for method in self.run.graph_methods for each in method.pipelines
-                     if each.dba is not None and each.dba.method not in GRAPH_METHODS]
+        settings = [
+            pair[0]
+            for method in self.run.methods
+            for params in method.variants()
+            for pair in method.dba_settings(params)
+        ]
+        settings += [
+            each.dba
+            for method in self.run.graph_methods
+            for each in method.pipelines
+            if each.dba is not None and each.dba.method not in GRAPH_METHODS
+        ]
         return max((method_of(setting, dba=True).depth(setting.k) for setting in settings), default=1)
 
 
@@ -179,8 +197,9 @@ class Indexes:
             yield index
 
     @contextmanager
-    def augmented(self, key: str, database: FeatureSet, distractors: FeatureSet | None, dba: Setting,
-                  graph_k: int) -> Iterator[Index]:
+    def augmented(
+        self, key: str, database: FeatureSet, distractors: FeatureSet | None, dba: Setting, graph_k: int
+    ) -> Iterator[Index]:
         """The rows expanded from their neighbors; `key` names the result, `graph_k` is how long the graph is to be."""
         if dba.method in GRAPH_METHODS:
             yield self._propagated(key, [each for each in (database, distractors) if each is not None], dba)
@@ -231,8 +250,9 @@ class Indexes:
     def _here(self, rows: int) -> bool:
         return runs_here(rows, self.workers)
 
-    def _graph(self, database: FeatureSet, distractors: FeatureSet | None, features: FeatureSet,
-               k: int) -> NeighborGraph:
+    def _graph(
+        self, database: FeatureSet, distractors: FeatureSet | None, features: FeatureSet, k: int
+    ) -> NeighborGraph:
         """The graph of all rows; on Ray that of the distractors is computed once and the database merged into it."""
         to = f"{self.folder}/graphs/{features.digest[:16]}-{k}"
         self.tell(f"graph of {features.rows:,} rows")

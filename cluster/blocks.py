@@ -71,8 +71,16 @@ class _Flight(Generic[Block]):
 class _BlockRun(Generic[Block]):
     """The state of one `run_blocks`: which actor has which block, and what is still to do."""
 
-    def __init__(self, make_worker: Callable[[int], Any], workers: int, blocks: Iterable[Block], method: str,
-                 policy: BlockPolicy, work: Work, most_at_once: int = 0) -> None:
+    def __init__(
+        self,
+        make_worker: Callable[[int], Any],
+        workers: int,
+        blocks: Iterable[Block],
+        method: str,
+        policy: BlockPolicy,
+        work: Work,
+        most_at_once: int = 0,
+    ) -> None:
         self.make_worker, self.method, self.policy, self.work = make_worker, method, policy, work
         self.watch = Watch(work.kind)
         self.queue = deque(blocks)
@@ -123,8 +131,10 @@ class _BlockRun(Generic[Block]):
         """A cluster that cannot place any actor is an error, not a silent wait."""
         if self.ready() or time.monotonic() - self.last_sign_of_life < self.policy.start_timeout:
             return
-        raise LattqeError(f"no worker could start within {self.policy.start_timeout:.0f} s: the cluster has "
-                          f"{ray.available_resources()} free; ask for fewer workers or wait for other jobs to end")
+        raise LattqeError(
+            f"no worker could start within {self.policy.start_timeout:.0f} s: the cluster has "
+            f"{ray.available_resources()} free; ask for fewer workers or wait for other jobs to end"
+        )
 
     def load(self, worker: int) -> int:
         return sum(flight.worker == worker for flight in self.flights.values())
@@ -150,9 +160,13 @@ class _BlockRun(Generic[Block]):
         typical = statistics.median(self.durations) if self.durations else 0.0
         patience = max(self.policy.straggler_seconds, self.policy.straggler_factor * typical)
         copies = Counter(flight.block for flight in self.flights.values())
-        late = sorted((flight.started, flight.block) for flight in self.flights.values()
-                      if flight.block in self.remaining and copies[flight.block] == 1
-                      and time.monotonic() - flight.started > patience)
+        late = sorted(
+            (flight.started, flight.block)
+            for flight in self.flights.values()
+            if flight.block in self.remaining
+            and copies[flight.block] == 1
+            and time.monotonic() - flight.started > patience
+        )
         for worker, (_, block) in zip(idle, late):
             self.summary.spare_copies += 1
             self.watch.copied(self.work.label(block), worker)
@@ -178,8 +192,13 @@ class _BlockRun(Generic[Block]):
                 self.remaining.discard(flight.block)
                 self.summary.blocks += 1
                 self.summary.blocks_by_worker[flight.worker] += 1
-                self.watch.done(self.work.label(flight.block), flight.worker, self.work.rows(flight.block), seconds,
-                                self.work.traffic(result))
+                self.watch.done(
+                    self.work.label(flight.block),
+                    flight.worker,
+                    self.work.rows(flight.block),
+                    seconds,
+                    self.work.traffic(result),
+                )
                 more = list(on_done(flight.block, result) or ())
                 self.remaining.update(more)
                 self.queue.extendleft(reversed(more))
@@ -200,15 +219,20 @@ class _BlockRun(Generic[Block]):
             if isinstance(error, RayTaskError):
                 raise error
             reason = str(error).strip().splitlines()[0]
-            raise LattqeError(f"block {block} failed {self.failures[block]} times, last with: {reason}: "
-                              "see the Ray logs of its node (often too little memory: use fewer workers)")
+            raise LattqeError(
+                f"block {block} failed {self.failures[block]} times, last with: {reason}: "
+                "see the Ray logs of its node (often too little memory: use fewer workers)"
+            )
         self.requeue(flight)
 
     def requeue(self, flight: _Flight[Block]) -> None:
         """Ask for a block again, unless it is done or another copy of it is still on its way."""
         block = flight.block
-        if block in self.remaining and block not in self.queue \
-                and all(flight.block != block for flight in self.flights.values()):
+        if (
+            block in self.remaining
+            and block not in self.queue
+            and all(flight.block != block for flight in self.flights.values())
+        ):
             self.summary.retries += 1
             self.watch.retried(self.work.label(block), flight.worker)
             self.queue.append(block)
@@ -219,10 +243,18 @@ class _BlockRun(Generic[Block]):
         self.watch.close()
 
 
-def run_blocks(make_worker: Callable[[int], Any], workers: int, blocks: Iterable[Block], *, method: str = "run",
-               on_done: Callable[[Block, Any], Iterable[Block] | None],
-               policy: BlockPolicy | None = None, work: Work | None = None,
-               room: Callable[[], int] | None = None, most_at_once: int = 0) -> BlockSummary:
+def run_blocks(
+    make_worker: Callable[[int], Any],
+    workers: int,
+    blocks: Iterable[Block],
+    *,
+    method: str = "run",
+    on_done: Callable[[Block, Any], Iterable[Block] | None],
+    policy: BlockPolicy | None = None,
+    work: Work | None = None,
+    room: Callable[[], int] | None = None,
+    most_at_once: int = 0,
+) -> BlockSummary:
     """Run `method(block)` once, effectively, for every block over `workers` actors.
 
     `make_worker(number)` starts one actor (from URIs and numbers, never arrays) and is called again when one dies.

@@ -83,8 +83,9 @@ def _try_storage(uri: str) -> str:
 
 def examine(place_uri: str | None, timeout: float = 60.0) -> list[NodeReport]:
     """Examine every living node of the connected cluster, all at once."""
-    nodes = {node["NodeID"]: f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})" for node in ray.nodes()
-             if node["Alive"]}
+    nodes = {
+        node["NodeID"]: f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})" for node in ray.nodes() if node["Alive"]
+    }
     examining = {node: _there(examine_node, node).remote(name, place_uri) for node, name in nodes.items()}
     deadline = time.monotonic() + timeout
     reports = []
@@ -122,8 +123,10 @@ def to_fix(reports: list[NodeReport]) -> list[str]:
             lines.append(f"{report.node}: does not answer ({report.error}): restart Ray there")
             continue
         if report.shared_memory < LEAST_SHARED_MEMORY:
-            lines.append(f"{report.node}: {report.shared_memory >> 20} MiB of shared memory free: "
-                         "give the container a larger /dev/shm (--shm-size)")
+            lines.append(
+                f"{report.node}: {report.shared_memory >> 20} MiB of shared memory free: "
+                "give the container a larger /dev/shm (--shm-size)"
+            )
         if report.disk < LEAST_DISK:
             lines.append(f"{report.node}: {report.disk >> 30} GiB of disk free: clean up, or point TMPDIR elsewhere")
         if report.clock_skew > LARGEST_SKEW:
@@ -135,8 +138,10 @@ def to_fix(reports: list[NodeReport]) -> list[str]:
         if report.faiss.startswith("missing"):
             lines.append(f"{report.node}: faiss is {report.faiss}: pip install 'lattqe[cpu]' or 'lattqe[gpu]'")
         elif report.gpus and report.faiss.endswith("CPU"):
-            lines.append(f"{report.node}: has {len(report.gpus)} GPUs but a faiss without them: "
-                         "pip uninstall faiss-cpu; pip install 'lattqe[gpu]'")
+            lines.append(
+                f"{report.node}: has {len(report.gpus)} GPUs but a faiss without them: "
+                "pip uninstall faiss-cpu; pip install 'lattqe[gpu]'"
+            )
     return lines + _differences(reports)
 
 

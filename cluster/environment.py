@@ -28,6 +28,7 @@ def forwarded_environment() -> dict[str, str]:
 
 def setting_function(settings: dict[str, str]) -> Callable[[], None]:
     """A function that makes these settings in the process that calls it; defined here, it is sent by value."""
+
     def apply_settings() -> None:
         import os
 

@@ -97,8 +97,15 @@ class ExtractionWorker:
         self.pending = Pending.attach(task.stage_uri)
         self.starts = np.cumsum([0, *self.pending.part_rows])
         self.images = ImageList.load(task.root, open_place(task.stage_uri), LIST_NAME)
-        self.describer = Describer(open_encoder(task.encoder, torch.device(device)), task.dim, open_place(task.root),
-                                   task.framing, task.scales, task.batch, threads=DECODING_THREADS[device])
+        self.describer = Describer(
+            open_encoder(task.encoder, torch.device(device)),
+            task.dim,
+            open_place(task.root),
+            task.framing,
+            task.scales,
+            task.batch,
+            threads=DECODING_THREADS[device],
+        )
 
     def run(self, block: int) -> BlockReport:
         """Describe and publish one block."""
@@ -109,8 +116,9 @@ class ExtractionWorker:
         return BlockReport(len(entries), bad, traffic.take())
 
 
-def extract_blocks(task: ExtractionTask, workers: Workers, blocks: list[int],
-                   on_done: Callable[[BlockReport], None]) -> BlockSummary:
+def extract_blocks(
+    task: ExtractionTask, workers: Workers, blocks: list[int], on_done: Callable[[BlockReport], None]
+) -> BlockSummary:
     """Describe the given blocks; `on_done` hears of each as it is published."""
     count = min(workers.count, len(blocks))
     part_rows = Pending.attach(task.stage_uri).part_rows
@@ -121,5 +129,11 @@ def extract_blocks(task: ExtractionTask, workers: Workers, blocks: list[int],
     def make_worker(number: int) -> Any:
         return actor.remote(task, workers.device, workers.cpus)
 
-    return run_blocks(make_worker, count, blocks, on_done=lambda _, report: on_done(report), policy=POLICY,
-                      work=Work("extract", lambda block: part_rows[block], traffic=attrgetter("traffic")))
+    return run_blocks(
+        make_worker,
+        count,
+        blocks,
+        on_done=lambda _, report: on_done(report),
+        policy=POLICY,
+        work=Work("extract", lambda block: part_rows[block], traffic=attrgetter("traffic")),
+    )

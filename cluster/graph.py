@@ -88,9 +88,13 @@ class Progress:
         """The unfinished blocks that a part overlaps."""
         high = int(np.cumsum(self.pending.part_rows)[part])
         low = high - self.pending.part_rows[part]
-        return {block for block in range(self.cut.blocks)
-                if self.cut.rows(block)[0] < high and low < self.cut.rows(block)[1]
-                and self.seen[block] != self.cut.complete(block)}
+        return {
+            block
+            for block in range(self.cut.blocks)
+            if self.cut.rows(block)[0] < high
+            and low < self.cut.rows(block)[1]
+            and self.seen[block] != self.cut.complete(block)
+        }
 
     def rows_of(self, item: Item) -> int:
         """Rows whose lists are published with a piece of work."""
@@ -151,14 +155,23 @@ class Progress:
         if find_manifest(self.pending.place) is not None:
             raise _Finished
         if self.stale > MAX_STALE:
-            raise LattqeError(f"unfinished lists in {self.task.to} keep vanishing: is another job, or a clean-up, at "
-                              "work there? Wait for it, then run the same command again")
+            raise LattqeError(
+                f"unfinished lists in {self.task.to} keep vanishing: is another job, or a clean-up, at "
+                "work there? Wait for it, then run the same command again"
+            )
         self.look()
 
 
-def run_graph(task: GraphTask, cut: Cut, workers: int, on_products: Callable[[int], None], *,
-              resources: dict[str, float] | None = None, policy: BlockPolicy | None = None,
-              grows: bool = False) -> GraphSummary:
+def run_graph(
+    task: GraphTask,
+    cut: Cut,
+    workers: int,
+    on_products: Callable[[int], None],
+    *,
+    resources: dict[str, float] | None = None,
+    policy: BlockPolicy | None = None,
+    grows: bool = False,
+) -> GraphSummary:
     """Compute and publish all missing parts of `task.to` with `workers` actors; the manifest is the caller's.
 
     `on_products(n)` is called after each n products (of two vectors); `resources` is what one actor asks Ray for.
@@ -172,18 +185,29 @@ def run_graph(task: GraphTask, cut: Cut, workers: int, on_products: Callable[[in
     policy = policy or BlockPolicy(window=1, straggler_seconds=120.0)
     summary = BlockSummary()
     try:
-        summary = run_blocks(lambda _: actor_class.options(scheduling_strategy="SPREAD").remote(task, cut), workers,
-                             progress.possible(), on_done=progress.done, policy=policy,
-                             room=(lambda: progress.grow(places(task.threads))) if grows else None,
-                             work=Work("neighbors", progress.rows_of, lambda item: item[:2], itemgetter("traffic")))
+        summary = run_blocks(
+            lambda _: actor_class.options(scheduling_strategy="SPREAD").remote(task, cut),
+            workers,
+            progress.possible(),
+            on_done=progress.done,
+            policy=policy,
+            room=(lambda: progress.grow(places(task.threads))) if grows else None,
+            work=Work("neighbors", progress.rows_of, lambda item: item[:2], itemgetter("traffic")),
+        )
     except _Finished:
         summary.seconds = time.monotonic() - started
-    return GraphSummary(summary, dict(progress.seconds), list(progress.busy.values()),
-                        max(progress.alive.values(), default=0.0), progress.peak_bytes)
+    return GraphSummary(
+        summary,
+        dict(progress.seconds),
+        list(progress.busy.values()),
+        max(progress.alive.values(), default=0.0),
+        progress.peak_bytes,
+    )
 
 
-def prepare_graph(task: GraphTask, workers: int | None = None,
-                  block_rows: int | None = None) -> tuple[GraphTask, GraphPlan, Pending]:
+def prepare_graph(
+    task: GraphTask, workers: int | None = None, block_rows: int | None = None
+) -> tuple[GraphTask, GraphPlan, Pending]:
     """Plan for the connected cluster and claim the destination: the plan has the cut of an earlier run, if any."""
     plan = plan_graph(task, workers, block_rows)  # before anything is claimed: it may refuse
     pending = begin_graph(task)
@@ -197,8 +221,14 @@ def products_left(task: GraphTask, plan: GraphPlan, pending: Pending) -> int:
     return Progress(task, plan.cut, pending, plan.workers, lambda _: None).products_left()
 
 
-def build_graph(task: GraphTask, on_products: Callable[[int], None] = lambda products: None, *, plan: GraphPlan,
-                policy: BlockPolicy | None = None) -> GraphSummary:
+def build_graph(
+    task: GraphTask,
+    on_products: Callable[[int], None] = lambda products: None,
+    *,
+    plan: GraphPlan,
+    policy: BlockPolicy | None = None,
+) -> GraphSummary:
     """Compute and publish all missing parts, as `lattqe.search.stored.build_graph` does in this process."""
-    return run_graph(task, plan.cut, plan.workers, on_products, resources=plan.resources, policy=policy,
-                     grows=plan.grows)
+    return run_graph(
+        task, plan.cut, plan.workers, on_products, resources=plan.resources, policy=policy, grows=plan.grows
+    )

@@ -151,16 +151,32 @@ def plan_graph(task: GraphTask, workers: int | None = None, block_rows: int | No
     row_bytes = bytes_per_row(sets[0].dim, task.k, np.dtype(sets[0].dtype).itemsize)
     budget = worker_budget(workers, speed["device_bytes"])
     if budget - BASE_BYTES < 2 * LEAST_BLOCK * row_bytes:
-        raise LattqeError(f"{workers} workers have {budget >> 20} MiB each, but two blocks of {LEAST_BLOCK} rows with "
-                          f"k = {task.k} need {(BASE_BYTES + 2 * LEAST_BLOCK * row_bytes) >> 20} MiB: use fewer "
-                          "workers, a smaller k, or nodes with more memory")
+        raise LattqeError(
+            f"{workers} workers have {budget >> 20} MiB each, but two blocks of {LEAST_BLOCK} rows with "
+            f"k = {task.k} need {(BASE_BYTES + 2 * LEAST_BLOCK * row_bytes) >> 20} MiB: use fewer "
+            "workers, a smaller k, or nodes with more memory"
+        )
     fit = min((budget - BASE_BYTES) // (2 * row_bytes), int(math.sqrt(PAIR_SECONDS * speed["products_per_second"])))
     cut = cut_rows(own, rows - own, workers, block_rows or fit, exact=block_rows is not None)
     if cut.blocks > MAX_BLOCKS:
-        raise LattqeError(f"{rows} rows would be cut into {cut.blocks} blocks, more than {MAX_BLOCKS}: use more memory "
-                          f"for each worker (now {budget >> 20} MiB), or fewer workers")
-    plan = GraphPlan(rows, sets[0].dim, sets[0].dtype, cut, workers, resources, threads, row_bytes, 12 * task.k,
-                     speed["products_per_second"], speed["kind"], grows)
+        raise LattqeError(
+            f"{rows} rows would be cut into {cut.blocks} blocks, more than {MAX_BLOCKS}: use more memory "
+            f"for each worker (now {budget >> 20} MiB), or fewer workers"
+        )
+    plan = GraphPlan(
+        rows,
+        sets[0].dim,
+        sets[0].dtype,
+        cut,
+        workers,
+        resources,
+        threads,
+        row_bytes,
+        12 * task.k,
+        speed["products_per_second"],
+        speed["kind"],
+        grows,
+    )
     check_disk(task.to, plan.work_bytes + 8 * task.k * rows)
     return plan
 
@@ -171,6 +187,7 @@ def cut_rows(own: int, others: int, workers: int, fit: int, exact: bool = False)
     Enough blocks that every worker finds a free pair: four for each, three where blocks are small, and then two for
     two workers, who have one pair each in every round; `exact` takes `fit` as it is.
     """
+
     def count(rows: int, wanted: int) -> int:
         least = -(-rows // max(fit, 1))
         return least if exact else max(least, min(wanted, max(rows // LEAST_BLOCK, 1)))
@@ -229,9 +246,11 @@ def measure_worker(task: GraphTask, resources: dict[str, float], timeout: float 
         ray.cancel(measuring, force=True)
         asked = ", ".join(f"{amount:g} {name[4:]}" for name, amount in resources.items())
         free = ray.available_resources()
-        raise LattqeError(f"a worker with {asked} found no place on any node within {timeout:.0f} s (free: "
-                          f"{free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs): ask for more workers with "
-                          "--workers, each of which takes less, or wait for other jobs to end") from None
+        raise LattqeError(
+            f"a worker with {asked} found no place on any node within {timeout:.0f} s (free: "
+            f"{free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs): ask for more workers with "
+            "--workers, each of which takes less, or wait for other jobs to end"
+        ) from None
 
 
 def probe(task: GraphTask) -> dict[str, Any]:
@@ -260,5 +279,7 @@ def check_disk(uri: str, needed: int) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise LattqeError(f"the graph and its unfinished lists need {needed >> 20} MiB in {uri}, its disk has "
-                          f"{free >> 20} MiB free: choose another destination or a smaller k")
+        raise LattqeError(
+            f"the graph and its unfinished lists need {needed >> 20} MiB in {uri}, its disk has "
+            f"{free >> 20} MiB free: choose another destination or a smaller k"
+        )

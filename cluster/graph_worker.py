@@ -50,9 +50,14 @@ class GraphWorker:
         except StaleListsError:
             stale = True
         self.idle_since = time.perf_counter()
-        return {"traffic": traffic.take(), "worker": ray.get_runtime_context().get_actor_id(), "stale": stale,
-                "seconds": dict(self.clock.seconds) | {"waiting": waited}, "busy": self.idle_since - started,
-                "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        return {
+            "traffic": traffic.take(),
+            "worker": ray.get_runtime_context().get_actor_id(),
+            "stale": stale,
+            "seconds": dict(self.clock.seconds) | {"waiting": waited},
+            "busy": self.idle_since - started,
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
 
     def compare(self, a: int, b: int, seen_a: int, seen_b: int) -> None:
         """Continue the lists of two blocks by comparing them, unless that is in storage already."""
@@ -67,8 +72,11 @@ class GraphWorker:
         else:
             new_a, new_b = self.compare_pair(a, b, lists_a, lists_b)
         # A crash may have come between the two writes: a side that has this comparison already stays as it is.
-        fresh = {block: (seen, seen | gain, lists) for block, seen, gain, lists
-                 in ((a, seen_a, gain_a, new_a), (b, seen_b, gain_b, new_b)) if gain & ~seen}
+        fresh = {
+            block: (seen, seen | gain, lists)
+            for block, seen, gain, lists in ((a, seen_a, gain_a, new_a), (b, seen_b, gain_b, new_b))
+            if gain & ~seen
+        }
         with self.clock("writing"):
             for block, (_, seen, lists) in fresh.items():
                 write_lists(self.place, block, seen, lists)
@@ -81,8 +89,11 @@ class GraphWorker:
         middle = len(lists_a.ids)
         with self.lanes() as lanes:
             rows = self.load(start, stop, lanes[0])
-            lists = lists_a if a == b else Lists(np.concatenate([lists_a.scores, lists_b.scores]),
-                                                 np.concatenate([lists_a.ids, lists_b.ids]))
+            lists = (
+                lists_a
+                if a == b
+                else Lists(np.concatenate([lists_a.scores, lists_b.scores]), np.concatenate([lists_a.ids, lists_b.ids]))
+            )
             if self.task.engine == "lattqe":
                 lists = compare_within(rows, lists, start, lanes, self.clock)
         if self.task.engine == "faiss":
@@ -140,8 +151,9 @@ class GraphWorker:
     def rows(self, start: int, stop: int) -> Rows:
         """Vectors of rows start..stop, which lie in one of the sets, as they are mapped."""
         first = self.sets[0].rows
-        return in_one(self.sets[0].pieces(start, stop) if stop <= first
-                      else self.sets[1].pieces(start - first, stop - first))
+        return in_one(
+            self.sets[0].pieces(start, stop) if stop <= first else self.sets[1].pieces(start - first, stop - first)
+        )
 
     def read(self, block: int, seen: int) -> Lists:
         """The lists of a block as far as they are."""

@@ -31,8 +31,15 @@ def predict_memory(task: HopTask, process: int) -> int:
     return process + files + cut.worker_bytes(edges.k, max(part.rows for part in features.manifest.parts))
 
 
-def run_hops(task: HopTask, on_rows: Callable[[int], None], summary: AugmentSummary, *, workers: int | None = None,
-             resources: dict[str, float] | None = None, policy: BlockPolicy | None = None) -> AugmentSummary:
+def run_hops(
+    task: HopTask,
+    on_rows: Callable[[int], None],
+    summary: AugmentSummary,
+    *,
+    workers: int | None = None,
+    resources: dict[str, float] | None = None,
+    policy: BlockPolicy | None = None,
+) -> AugmentSummary:
     """Do all that is missing of `task.to` with `workers` actors; `on_rows(n)` after each n rows of a group of columns.
 
     An actor asks for a core. What it took is added to `summary`. The manifest is the caller's.
@@ -49,9 +56,15 @@ def run_hops(task: HopTask, on_rows: Callable[[int], None], summary: AugmentSumm
             on_rows(rows_of(item, schedule.cut))
             return schedule.done(item)
 
-        ran = run_blocks(lambda _: actors.remote(task), workers, schedule.ready(), on_done=on_done, policy=policy,
-                         work=Work("hops", lambda item: rows_of(item, schedule.cut), traffic=itemgetter("traffic")),
-                         most_at_once=schedule.most_at_once)
+        ran = run_blocks(
+            lambda _: actors.remote(task),
+            workers,
+            schedule.ready(),
+            on_done=on_done,
+            policy=policy,
+            work=Work("hops", lambda item: rows_of(item, schedule.cut), traffic=itemgetter("traffic")),
+            most_at_once=schedule.most_at_once,
+        )
         summary.retries += ran.retries
         summary.workers_lost += ran.actors_lost
         summary.spare_copies += ran.spare_copies

@@ -39,12 +39,14 @@ class Metrics:
 
     def __init__(self, job: str) -> None:
         self.job = job
-        self.rows = Counter("lattqe_rows_done", "Rows augmented, published, described, answered or trained on.",
-                            ("job", "kind"))
+        self.rows = Counter(
+            "lattqe_rows_done", "Rows augmented, published, described, answered or trained on.", ("job", "kind")
+        )
         self.rate = Gauge("lattqe_rows_per_second", "Rows finished a second, over the last minute.", ("job", "kind"))
         self.blocks = Counter("lattqe_blocks_done", "Pieces of work finished.", TAGS)
-        self.seconds = Histogram("lattqe_block_seconds", "From sending a piece of work to its result.", BLOCK_SECONDS,
-                                 TAGS)
+        self.seconds = Histogram(
+            "lattqe_block_seconds", "From sending a piece of work to its result.", BLOCK_SECONDS, TAGS
+        )
         self.retries = Counter("lattqe_retries", "Pieces of work asked for again after a failure.", TAGS)
         self.lost = Counter("lattqe_actors_lost", "Actors that died and were replaced.", TAGS)
         self.copies = Counter("lattqe_spare_copies", "Stragglers that were started a second time elsewhere.", TAGS)
@@ -105,8 +107,16 @@ class Watch:
         self.count(shard, seconds)
         self.count_rows(rows)
         self.count_traffic(*moved)
-        event("block done", kind=self.kind, shard=shard, block=block, rows=rows, seconds=round(seconds, 3),
-              bytes_read=moved[0], bytes_written=moved[1])
+        event(
+            "block done",
+            kind=self.kind,
+            shard=shard,
+            block=block,
+            rows=rows,
+            seconds=round(seconds, 3),
+            bytes_read=moved[0],
+            bytes_written=moved[1],
+        )
 
     def failed(self, block: Any, shard: int, error: Exception) -> None:
         """A block did not come back."""

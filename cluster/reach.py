@@ -50,8 +50,10 @@ def look_at_nodes(cache: str | None) -> Nodes:
     disk = None
     if cache is not None:
         ask = ray.remote(num_cpus=0)(free_disk)
-        asked = [ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
-                 .remote(cache) for node in alive]
+        asked = [
+            ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(cache)
+            for node in alive
+        ]
         disk = min(_answers(asked), default=None)
     return Nodes(max(len(alive), 1), min(memory), sum(memory), disk)
 
@@ -105,13 +107,17 @@ def decide(size: int, stored: int, nodes: Nodes, remote: bool, cache: str | None
             return "map", f"{vectors} from S3 are held by each worker"
         if fits_shards:
             return "shards", f"{vectors} are on S3 and no --cache folder was given"
-        raise LattqeError(f"{vectors} on S3 are too many for shards in {_mib(nodes.all_memory)} of memory: give "
-                          "--cache, a folder on every node's disk")
+        raise LattqeError(
+            f"{vectors} on S3 are too many for shards in {_mib(nodes.all_memory)} of memory: give "
+            "--cache, a folder on every node's disk"
+        )
     if nodes.least_disk is not None and stored > nodes.least_disk:
         if fits_shards:
             return "shards", f"{_mib(stored)} do not fit the disk of every node ({_mib(nodes.least_disk)} free)"
-        raise LattqeError(f"{_mib(stored)} fit neither the disk below {cache} ({_mib(nodes.least_disk)} free on the "
-                          f"fullest node) nor the cluster's memory ({_mib(nodes.all_memory)}): add disk or nodes")
+        raise LattqeError(
+            f"{_mib(stored)} fit neither the disk below {cache} ({_mib(nodes.least_disk)} free on the "
+            f"fullest node) nor the cluster's memory ({_mib(nodes.all_memory)}): add disk or nodes"
+        )
     if size > nodes.least_memory and nodes.count > 1 and fits_shards:
         return "shards", f"{vectors} are more than the memory of a node ({_mib(nodes.least_memory)})"
     return "map", f"{vectors}, copied once for each node into {cache}"
@@ -156,8 +162,11 @@ class ShardReader:
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + PATIENCE
         while len(answers) < len(questions):
-            asked = {shard: getattr(self._actors[shard], method).remote(*question)
-                     for shard, question in questions.items() if shard not in answers}
+            asked = {
+                shard: getattr(self._actors[shard], method).remote(*question)
+                for shard, question in questions.items()
+                if shard not in answers
+            }
             for shard, reference in asked.items():
                 try:
                     answers[shard] = ray.get(reference)

@@ -56,8 +56,10 @@ def _check_reachable(address: str) -> None:
     if address in ("auto", "local"):
         return
     if address.startswith("ray://"):  # Ray Client has no metrics, and can only pass settings that Ray then logs
-        raise LattqeError(f"{address!r} is not the address of a Ray cluster that jobs can join: use host:port (6379) "
-                          "on a machine of the cluster, or `lattqe submit` from elsewhere")
+        raise LattqeError(
+            f"{address!r} is not the address of a Ray cluster that jobs can join: use host:port (6379) "
+            "on a machine of the cluster, or `lattqe submit` from elsewhere"
+        )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise LattqeError(f"{address!r} is not the address of a Ray cluster: use host:port, as `ray start` printed it")
@@ -69,8 +71,10 @@ def _check_reachable(address: str) -> None:
 
 def _no_cluster(address: str, error: Exception) -> LattqeError:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return LattqeError(f"no Ray cluster answers at {address!r} ({reason}): start one with `ray start --head`, or leave "
-                       "--address out to run on this machine")
+    return LattqeError(
+        f"no Ray cluster answers at {address!r} ({reason}): start one with `ray start --head`, or leave "
+        "--address out to run on this machine"
+    )
 
 
 def _note_message(data: dict[str, Any], **_: Any) -> None:
@@ -99,11 +103,21 @@ def _closed_to_others() -> Iterator[None]:
     The first is Ray's own switch for machines whose firewalls ask about every port; it has no public name. The token is
     random, goes to Ray's processes by their environment and is written to no file.
     """
-    before = {name: os.environ.get(name) for name in (ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "RAY_AUTH_MODE",
-                                                      "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")}
+    before = {
+        name: os.environ.get(name)
+        for name in (
+            ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR,
+            "RAY_AUTH_MODE",
+            "RAY_AUTH_TOKEN",
+            "RAY_AUTH_TOKEN_PATH",
+        )
+    }
     clusters = ray_constants.ENABLE_RAY_CLUSTER
-    os.environ |= {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", "RAY_AUTH_MODE": "token",
-                   "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    os.environ |= {
+        ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
     ray_constants.ENABLE_RAY_CLUSTER = False
     _read_authentication()
     try:
@@ -146,8 +160,10 @@ def _start_local(**settings: Any) -> None:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             if "timed out" in reason and attempt + 1 < START_ATTEMPTS:
                 continue
-            raise LattqeError(f"Ray could not start on this machine ({reason}): free memory, disk or processor time, "
-                              "or give the --address of a running cluster") from error
+            raise LattqeError(
+                f"Ray could not start on this machine ({reason}): free memory, disk or processor time, "
+                "or give the --address of a running cluster"
+            ) from error
 
 
 @contextmanager
@@ -168,8 +184,12 @@ def ray_session(address: str | None = None, cpus: int | None = None) -> Iterator
             _connect(address, cpus)
         try:
             owned = ray.cluster_resources()
-            event("ray", ray_job=ray.get_runtime_context().get_job_id(), nodes=len(ray.nodes()),
-                  resources={name: owned[name] for name in ("CPU", "GPU", "memory") if name in owned})
+            event(
+                "ray",
+                ray_job=ray.get_runtime_context().get_job_id(),
+                nodes=len(ray.nodes()),
+                resources={name: owned[name] for name in ("CPU", "GPU", "memory") if name in owned},
+            )
             with grown_cluster():
                 yield
         finally:
@@ -196,8 +216,11 @@ def require_resources(per_worker: Mapping[str, float], workers: int, timeout: fl
     deadline = time.monotonic() + timeout
     while True:
         owned = ray.cluster_resources()
-        missing = {name: (amount * workers, owned.get(name, 0.0)) for name, amount in per_worker.items()
-                   if amount * workers > owned.get(name, 0.0) + 1e-9}
+        missing = {
+            name: (amount * workers, owned.get(name, 0.0))
+            for name, amount in per_worker.items()
+            if amount * workers > owned.get(name, 0.0) + 1e-9
+        }
         if not missing:
             return
         if time.monotonic() >= deadline:

@@ -54,8 +54,9 @@ class Piece:
 class Shard:
     """The actor: rows of one or several feature sets in this process's memory, numbered from `first_row`."""
 
-    def __init__(self, pieces: Sequence[Piece], first_row: int, threads: int, cache: str | None,
-                 device: str = "auto") -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], first_row: int, threads: int, cache: str | None, device: str = "auto"
+    ) -> None:
         import torch
 
         from lattqe.device import pick_device
@@ -63,8 +64,7 @@ class Shard:
         from lattqe.search.rows import in_one
 
         torch.set_num_threads(threads)
-        parts = [part for piece in pieces
-                 for part in FeatureSet.open(piece.uri, cache).pieces(piece.start, piece.stop)]
+        parts = [part for piece in pieces for part in FeatureSet.open(piece.uri, cache).pieces(piece.start, piece.stop)]
         self.index = FlatIndex(in_one(parts), pick_device(device), first_row)
 
     def loaded(self) -> tuple[int, int]:
@@ -99,9 +99,17 @@ class ShardedIndex:
     memory instead of CPUs and GPUs.
     """
 
-    def __init__(self, uris: str | Sequence[str], shards: int | None = None, *, cpus: int | None = None,
-                 cache: str | None = None, policy: ShardPolicy | None = None,
-                 query_block: int = QUERY_BLOCK, by_memory: bool = False) -> None:
+    def __init__(
+        self,
+        uris: str | Sequence[str],
+        shards: int | None = None,
+        *,
+        cpus: int | None = None,
+        cache: str | None = None,
+        policy: ShardPolicy | None = None,
+        query_block: int = QUERY_BLOCK,
+        by_memory: bool = False,
+    ) -> None:
         self.uris = [uris] if isinstance(uris, str) else list(uris)
         self.policy, self._query_block = policy or ShardPolicy(), query_block
         sets = [FeatureSet.open(uri) for uri in self.uris]
@@ -115,8 +123,10 @@ class ShardedIndex:
         self._watch = Watch("search")
         self._group = reserve(self.bundle, self.shards, self.policy.start_timeout)
         spans = [(each.uri, each.rows) for each in sets]
-        self._actors = [self._start(shard, cut_pieces(spans, *cut), node_folder(cache))
-                        for shard, cut in enumerate(pairwise(self.cuts))]
+        self._actors = [
+            self._start(shard, cut_pieces(spans, *cut), node_folder(cache))
+            for shard, cut in enumerate(pairwise(self.cuts))
+        ]
         try:
             for shard in range(self.shards):
                 self._wait_ready(shard)
@@ -127,8 +137,12 @@ class ShardedIndex:
     def _start(self, shard: int, pieces: list[Piece], cache: str | None) -> Any:
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=shard)
         threads = max(int(self.bundle.get("CPU", 1)), 1)
-        actor = ray.remote(num_cpus=self.bundle.get("CPU", 0), num_gpus=self.bundle.get("GPU", 0),
-                           memory=self.bundle.get("memory"), max_restarts=-1)(Shard)
+        actor = ray.remote(
+            num_cpus=self.bundle.get("CPU", 0),
+            num_gpus=self.bundle.get("GPU", 0),
+            memory=self.bundle.get("memory"),
+            max_restarts=-1,
+        )(Shard)
         device = "cpu" if "memory" in self.bundle else "auto"
         return actor.options(scheduling_strategy=place).remote(pieces, self.cuts[shard], threads, cache, device)
 
@@ -141,7 +155,8 @@ class ShardedIndex:
             if not done:
                 raise LattqeError(
                     f"shard {shard} (rows {self.cuts[shard]}..{self.cuts[shard + 1]}) was not up within "
-                    f"{self.policy.start_timeout:.0f} s: it needs {self.bundle}, free is {free_resources()}")
+                    f"{self.policy.start_timeout:.0f} s: it needs {self.bundle}, free is {free_resources()}"
+                )
             try:
                 self._watch.count_traffic(*ray.get(ready))
                 self._watch.started(shard)
@@ -162,9 +177,11 @@ class ShardedIndex:
         self._watch.lost(shard, error)
         if self._failures[shard] > self.policy.max_failures:
             reason = str(error).strip().rsplit("\n", 1)[-1].strip()
-            raise LattqeError(f"shard {shard} (rows {self.cuts[shard]}..{self.cuts[shard + 1]}) died "
-                              f"{self._failures[shard]} times, last with: {reason} (often too little memory: use more "
-                              "shards on more nodes)")
+            raise LattqeError(
+                f"shard {shard} (rows {self.cuts[shard]}..{self.cuts[shard + 1]}) died "
+                f"{self._failures[shard]} times, last with: {reason} (often too little memory: use more "
+                "shards on more nodes)"
+            )
 
     def _ask(self, method: str, requests: Sequence[tuple[Any, ...]]) -> Iterator[list[Any]]:
         """Ask all shards for each request; yield the answers of all shards, request by request, in order."""
@@ -288,8 +305,9 @@ def _joint_shape(sets: list[FeatureSet]) -> tuple[int, int]:
     """Rows and dimensions of all sets together."""
     for other in sets[1:]:
         if other.dim != sets[0].dim:
-            raise LattqeError(f"{other.uri} has {other.dim} dimensions and {sets[0].uri} {sets[0].dim}: use features "
-                              "of one extractor")
+            raise LattqeError(
+                f"{other.uri} has {other.dim} dimensions and {sets[0].uri} {sets[0].dim}: use features of one extractor"
+            )
     rows = sum(each.rows for each in sets)
     if rows > MAX_ROWS:
         raise LattqeError(f"{rows} rows are more than an index can number ({MAX_ROWS}): search the sets one by one")
@@ -325,8 +343,10 @@ def check_memory(shard_bytes: int, shards: int) -> None:
     """Refuse rows that the nodes' memory cannot hold."""
     owned = sum(node["Resources"].get("memory", 0) for node in ray.nodes() if node["Alive"])
     if shard_bytes * shards > owned:
-        raise LattqeError(f"{shards} shards of {shard_bytes >> 20} MiB do not fit the cluster's {int(owned) >> 20} "
-                          "MiB: add nodes, or store the features as float16")
+        raise LattqeError(
+            f"{shards} shards of {shard_bytes >> 20} MiB do not fit the cluster's {int(owned) >> 20} "
+            "MiB: add nodes, or store the features as float16"
+        )
 
 
 def reserve(bundle: dict[str, float], count: int, timeout: float) -> PlacementGroup:
@@ -335,11 +355,15 @@ def reserve(bundle: dict[str, float], count: int, timeout: float) -> PlacementGr
     if group.wait(timeout):
         return group
     owned = ray.cluster_resources()
-    asked = ", ".join(f"{amount * count:g} {name} (the cluster has {owned.get(name, 0):g}, free is "
-                      f"{free_resources().get(name, 0):g})" for name, amount in bundle.items())
+    asked = ", ".join(
+        f"{amount * count:g} {name} (the cluster has {owned.get(name, 0):g}, free is {free_resources().get(name, 0):g})"
+        for name, amount in bundle.items()
+    )
     remove_placement_group(group)
-    raise LattqeError(f"{count} shards need {asked}, not granted within {timeout:.0f} s: ask for fewer with --workers, "
-                      "wait for other jobs to end, or add nodes")
+    raise LattqeError(
+        f"{count} shards need {asked}, not granted within {timeout:.0f} s: ask for fewer with --workers, "
+        "wait for other jobs to end, or add nodes"
+    )
 
 
 def free_resources() -> dict[str, float]:

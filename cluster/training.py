@@ -178,7 +178,13 @@ def threads_for(workers: int) -> int:
 
 
 def _trainer(
-    plan: "Plan", board: Any, workers: int, threads: int, resources: dict[str, float], use_gpu: bool, storage: str,
+    plan: "Plan",
+    board: Any,
+    workers: int,
+    threads: int,
+    resources: dict[str, float],
+    use_gpu: bool,
+    storage: str,
     max_failures: int,
 ) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -224,8 +230,10 @@ def _follow(fit: "Future[Any]", board: Any, show: Callable[[Standing], None]) ->
             message = ray.get(board.read.remote()).error
             if message is None:
                 reason = " ".join(str(error).split())[-300:]
-                raise LattqeError(f"the training workers failed again and again, the last time with: {reason}; "
-                                  "the same command continues from the last checkpoint") from error
+                raise LattqeError(
+                    f"the training workers failed again and again, the last time with: {reason}; "
+                    "the same command continues from the last checkpoint"
+                ) from error
             raise LattqeError(message) from None
         standing = ray.get(board.read.remote())
         show(standing)

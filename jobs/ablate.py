@@ -68,17 +68,26 @@ def finished(place: "Place") -> dict[str, Any]:
     try:
         table = json_module.loads(place.read("ablations.json"))
     except (ValueError, RecursionError) as error:
-        raise LattqeError(f"{place.uri}/ablations.json is not valid JSON ({error}): remove it and run the same "
-                          "command again; finished models are kept") from error
-    if not isinstance(table, dict) or not all(isinstance(row, dict) and {"map", "nqe"} <= set(row)
-                                              for row in table.values()):
+        raise LattqeError(
+            f"{place.uri}/ablations.json is not valid JSON ({error}): remove it and run the same "
+            "command again; finished models are kept"
+        ) from error
+    if not isinstance(table, dict) or not all(
+        isinstance(row, dict) and {"map", "nqe"} <= set(row) for row in table.values()
+    ):
         raise LattqeError(f"{place.uri}/ablations.json is not the table of lattqe ablate: remove it")
     return table
 
 
 def _variant(
-    to: str, config: Any, features: list[str], pairs: list[tuple[str, str | None]], neighbors: list[str],
-    cache: str | None, workers: int, threads: int,
+    to: str,
+    config: Any,
+    features: list[str],
+    pairs: list[tuple[str, str | None]],
+    neighbors: list[str],
+    cache: str | None,
+    workers: int,
+    threads: int,
 ) -> dict[str, Any]:
     """Train one variant, unless it is there already; its best validation mAP and nQE."""
     from jobs.train import train_with_progress

@@ -18,8 +18,9 @@ def main(
     workers: Workers = None,
     address: Address = None,
     cache: Cache = None,
-    reach: Annotated[str, typer.Option(help="How workers reach all vectors: map, shards or auto, as in augment.")] = \
-        "auto",
+    reach: Annotated[
+        str, typer.Option(help="How workers reach all vectors: map, shards or auto, as in augment.")
+    ] = "auto",
     json: Json = False,
 ) -> None:
     """Let rows join or leave an augmented index; only rows whose neighborhoods changed are augmented again.
@@ -48,10 +49,15 @@ def main(
     joined = join_features(recipe.features, kept, newcomers, f"{to.rstrip('/')}/{ORIGINALS}")
     task, _, cost = plan_growth(old_index, recipe, joined, kept, to, cache)
     share = cost.products / max(cost.products_from_scratch, 1)
-    show_table("growth", {
-        "rows that stay": f"{len(kept):,}", "rows that join": f"{cost.joined:,}",
-        "rows touched": f"{cost.touched:,} of {cost.rows:,} ({cost.touched / cost.rows:.1%})",
-        "products": f"{cost.products:,}, {share:.1%} of {cost.products_from_scratch:,} from scratch"})
+    show_table(
+        "growth",
+        {
+            "rows that stay": f"{len(kept):,}",
+            "rows that join": f"{cost.joined:,}",
+            "rows touched": f"{cost.touched:,} of {cost.rows:,} ({cost.touched / cost.rows:.1%})",
+            "products": f"{cost.products:,}, {share:.1%} of {cost.products_from_scratch:,} from scratch",
+        },
+    )
     if reach == "auto" and runs_here(joined.rows, workers, address):
         made = augment_here(task)
     else:

@@ -38,20 +38,40 @@ def main(
     to: Annotated[str, typer.Option("--to", help="Where the augmented index goes.")],
     method: Annotated[str, typer.Option(help=f"One of {NAMES}.")] = "lattqe",
     params: dict[str, Any] | None = None,
-    k: Annotated[int | None, typer.Option("-k", min=1, help="Neighbors for each row; by default the model's nDBA, or "
-                                                            "the paper's for the method.")] = None,
-    hops: Annotated[int | None, typer.Option(help="1: each row from its own neighbors. Above, to 64: features flow so "
-                                                  "many times over the weighted edges of all rows; by default the "
-                                                  "model's number, or 1.")] = None,
-    hop_alpha: Annotated[float | None, typer.Option(help="Share of a hop that comes from the neighbors, between 0 and "
-                                                         "1; by default what the model learned, or 0.9.")] = None,
-    neighbors: Annotated[str | None, typer.Option(help="The features' neighbor graph; by default computed and kept "
-                                                       "in TO/neighbors.")] = None,
+    k: Annotated[
+        int | None,
+        typer.Option(
+            "-k", min=1, help="Neighbors for each row; by default the model's nDBA, or the paper's for the method."
+        ),
+    ] = None,
+    hops: Annotated[
+        int | None,
+        typer.Option(
+            help="1: each row from its own neighbors. Above, to 64: features flow so "
+            "many times over the weighted edges of all rows; by default the "
+            "model's number, or 1."
+        ),
+    ] = None,
+    hop_alpha: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of a hop that comes from the neighbors, between 0 and "
+            "1; by default what the model learned, or 0.9."
+        ),
+    ] = None,
+    neighbors: Annotated[
+        str | None, typer.Option(help="The features' neighbor graph; by default computed and kept in TO/neighbors.")
+    ] = None,
     workers: Workers = None,
     address: Address = None,
     cache: Cache = None,
-    reach: Annotated[str, typer.Option(help="How workers reach all vectors: map (a mapped copy on each node), shards "
-                                            "(gathered from actors that share them), auto.")] = "auto",
+    reach: Annotated[
+        str,
+        typer.Option(
+            help="How workers reach all vectors: map (a mapped copy on each node), shards "
+            "(gathered from actors that share them), auto."
+        ),
+    ] = "auto",
     faiss: Annotated[str | None, typer.Option(help="Also write a faiss index to this file.")] = None,
     factory: Annotated[str | None, typer.Option(help="Its faiss factory string, such as 'IVF1024,PQ16'.")] = None,
     json: Json = False,
@@ -112,16 +132,21 @@ def given_graph(uri: str, original: "FeatureSet", k: int) -> "NeighborGraph":
     graph = NeighborGraph.open(uri)
     made_of = graph.manifest.inputs.get("features", {}).get("digest", "nothing known")
     if made_of != original.digest:
-        raise LattqeError(f"{uri} is the graph of other features (digest {made_of[:12]}, these have "
-                          f"{original.digest[:12]}): compute theirs with `lattqe neighbors`")
+        raise LattqeError(
+            f"{uri} is the graph of other features (digest {made_of[:12]}, these have "
+            f"{original.digest[:12]}): compute theirs with `lattqe neighbors`"
+        )
     if graph.k < k:
-        raise LattqeError(f"{uri} has {graph.k} neighbors for each row, {k} are needed: compute a longer one with "
-                          f"`lattqe neighbors -k {k}`")
+        raise LattqeError(
+            f"{uri} has {graph.k} neighbors for each row, {k} are needed: compute a longer one with "
+            f"`lattqe neighbors -k {k}`"
+        )
     return graph
 
 
-def computed_graph(original: "FeatureSet", to: str, k: int, workers: int | None, cache: str | None,
-                   here: bool) -> "NeighborGraph":
+def computed_graph(
+    original: "FeatureSet", to: str, k: int, workers: int | None, cache: str | None, here: bool
+) -> "NeighborGraph":
     """Compute the features' graph, or finish what an earlier run left."""
     from jobs.neighbors import neighbors, neighbors_here
     from lattqe.search.stored import GraphTask, begin_graph
@@ -147,13 +172,17 @@ class Made:
     sharing: str  # what sharing first products spared, or why it was not done
     more: dict[str, Any] = field(default_factory=dict)  # facts of a run on Ray
 
-
     def then(self, hops: "Made") -> "Made":
         """The index of several hops, whose edges are this."""
         number, rows = self.task.hops, hops.summary
-        facts = {"hops": number, "hop_alpha": self.task.hop_alpha, "edges_digest": self.manifest.digest,
-                 "hop_seconds": round(rows.took, 2), "bytes_read_for_each_hop": rows.read["hop"] // number,
-                 "bytes_written_for_each_hop": rows.written["hop"] // number}
+        facts = {
+            "hops": number,
+            "hop_alpha": self.task.hop_alpha,
+            "edges_digest": self.manifest.digest,
+            "hop_seconds": round(rows.took, 2),
+            "bytes_read_for_each_hop": rows.read["hop"] // number,
+            "bytes_written_for_each_hop": rows.written["hop"] // number,
+        }
         return Made(hops.task, hops.manifest, self.summary.then(rows), self.sharing, self.more | hops.more | facts)
 
 
@@ -167,8 +196,13 @@ def augment_here(task: "Augmentation") -> Made:
 
 def augment(task: "Augmentation", workers: int | None, reach: str = "auto", process: int | None = None) -> Made:
     """The same on Ray. `process`: this process's bytes without data it holds."""
-    return reduce(Made.then, [_hop(stage, workers, process) if stage.hopping else
-                              _augment(stage, workers, reach, process) for stage in task.stages()])
+    return reduce(
+        Made.then,
+        [
+            _hop(stage, workers, process) if stage.hopping else _augment(stage, workers, reach, process)
+            for stage in task.stages()
+        ],
+    )
 
 
 def _augment_here(task: "Augmentation") -> Made:
@@ -203,8 +237,13 @@ def _hop(task: "Augmentation", workers: int | None, process: int | None) -> Made
     show_hops(task, workers, {"workers": workers, "memory of a worker": human_bytes(memory)})
     with _hop_bar(task) as bar:
         summary = build_index(task, bar.advance, workers=workers)
-    return Made(task, pending.finish(), summary, "", {"predicted_hop_worker_bytes": memory,
-                                                      "peak_hop_worker_bytes": summary.peak_bytes})
+    return Made(
+        task,
+        pending.finish(),
+        summary,
+        "",
+        {"predicted_hop_worker_bytes": memory, "peak_hop_worker_bytes": summary.peak_bytes},
+    )
 
 
 def _hop_bar(task: "Augmentation") -> AbstractContextManager[ProgressBar]:
@@ -222,12 +261,17 @@ def show_hops(task: "Augmentation", workers: int, where: dict[str, Any]) -> None
     original, edges = FeatureSet.open(task.features), Edges.open(task.edges)
     cut = task.hop_task().cut(original.rows, original.dim)
     read, written = cut.hop_bytes(edges.k, workers)
-    show_table("hops", {
-        "hops": f"{task.hops}, each with a share of {task.hop_alpha:g} from the neighbors",
-        "edges": f"{original.rows:,} × {edges.k}, {human_bytes(edges.manifest.total_bytes)} in {task.edges}",
-        "cut": f"{len(cut.bands)} bands of rows × {len(cut.groups)} groups of columns",
-        "moved for each hop": f"{human_bytes(read)} read at the most, {human_bytes(written)} written",
-        "kept meanwhile": f"{human_bytes(cut.work_bytes(edges.k))} in {task.to}/_work"} | where)
+    show_table(
+        "hops",
+        {
+            "hops": f"{task.hops}, each with a share of {task.hop_alpha:g} from the neighbors",
+            "edges": f"{original.rows:,} × {edges.k}, {human_bytes(edges.manifest.total_bytes)} in {task.edges}",
+            "cut": f"{len(cut.bands)} bands of rows × {len(cut.groups)} groups of columns",
+            "moved for each hop": f"{human_bytes(read)} read at the most, {human_bytes(written)} written",
+            "kept meanwhile": f"{human_bytes(cut.work_bytes(edges.k))} in {task.to}/_work",
+        }
+        | where,
+    )
 
 
 def _augment(task: "Augmentation", workers: int | None, reach: str, process: int | None) -> Made:
@@ -242,18 +286,30 @@ def _augment(task: "Augmentation", workers: int | None, reach: str, process: int
     workers = workers or default_workers()
     original, graph = FeatureSet.open(task.features), NeighborGraph.open(task.graph)
     chosen = choose_reach(reach, original, task.cache)
-    memory = predict_memory(task, original, graph, create(task.method, **task.params), chosen,
-                            process or resident_bytes())
+    memory = predict_memory(
+        task, original, graph, create(task.method, **task.params), chosen, process or resident_bytes()
+    )
     shards = f" ({chosen.shards} shards)" if chosen.shards else ""
-    told = show_plan(task, pending, {
-        "workers": workers, "reach of vectors": f"{chosen.how}{shards}: {chosen.reason}",
-        "memory of a worker": human_bytes(memory.total),
-        "of which": ", ".join(f"{name} {human_bytes(size)}" for name, size in memory.parts().items())})
+    told = show_plan(
+        task,
+        pending,
+        {
+            "workers": workers,
+            "reach of vectors": f"{chosen.how}{shards}: {chosen.reason}",
+            "memory of a worker": human_bytes(memory.total),
+            "of which": ", ".join(f"{name} {human_bytes(size)}" for name, size in memory.parts().items()),
+        },
+    )
     with open_shards(original, chosen) as index, _bar(pending) as bar:
         reader = ShardReader(index) if index is not None else None
         summary = build_index(task, bar.advance, workers=workers, shards=reader)
-    return Made(task, pending.finish(), summary, spared_by(task, summary) or told,
-                {"predicted_worker_bytes": memory.total, "reach": chosen.how})
+    return Made(
+        task,
+        pending.finish(),
+        summary,
+        spared_by(task, summary) or told,
+        {"predicted_worker_bytes": memory.total, "reach": chosen.how},
+    )
 
 
 def _bar(pending: "Pending") -> AbstractContextManager[ProgressBar]:
@@ -271,12 +327,20 @@ def show_plan(task: "Augmentation", pending: "Pending", where: dict[str, Any]) -
     told = sharing(create(task.method, **task.params), original.rows, again=task.previous is not None)
     parts = len(pending.part_rows)
     what = "edges" if task.only_edges else "plan"
-    size = original.rows * row_bytes("edges", pending.plan["fields"]) if task.only_edges else \
-        original.manifest.total_bytes
-    show_table(what, {
-        "rows": f"{original.rows:,} × {original.dim} {original.dtype}", "method": f"{task.method}, k = {task.k}",
-        "parts": f"{parts}, {parts - len(pending.missing())} of them done",
-        "output": human_bytes(size), "shared first products": told} | where)
+    size = (
+        original.rows * row_bytes("edges", pending.plan["fields"]) if task.only_edges else original.manifest.total_bytes
+    )
+    show_table(
+        what,
+        {
+            "rows": f"{original.rows:,} × {original.dim} {original.dtype}",
+            "method": f"{task.method}, k = {task.k}",
+            "parts": f"{parts}, {parts - len(pending.missing())} of them done",
+            "output": human_bytes(size),
+            "shared first products": told,
+        }
+        | where,
+    )
     return told
 
 
@@ -290,8 +354,10 @@ def spared_by(task: "Augmentation", summary: "AugmentSummary") -> str | None:
         return None
     method, rows = create(task.method, **task.params), FeatureSet.open(task.features).rows
     flops = spared(method, task.k, rows, summary.expanded, summary.tables)
-    return (f"{flops / 1e9:,.1f} GFLOP spared; the tables took "
-            f"{summary.seconds['sharing']:.2f} s of {sum(summary.seconds.values()):.2f} s of work")
+    return (
+        f"{flops / 1e9:,.1f} GFLOP spared; the tables took "
+        f"{summary.seconds['sharing']:.2f} s of {sum(summary.seconds.values()):.2f} s of work"
+    )
 
 
 def report(verb: str, made: Made, json: bool, more: dict[str, Any] | None = None) -> None:
@@ -299,22 +365,36 @@ def report(verb: str, made: Made, json: bool, more: dict[str, Any] | None = None
     summary = made.summary
     spent = {name: round(seconds, 2) for name, seconds in summary.seconds.items()}
     facts: dict[str, Any] = {
-        "index": made.task.to, "digest": made.manifest.digest, "rows": made.manifest.rows,
-        "expanded_rows": summary.expanded, "seconds": round(summary.took, 2),
-        "seconds_after_start": round(summary.working, 3), "worker_seconds": spent,
-        "worker_cpu_seconds": round(summary.cpu, 2), "peak_worker_bytes": summary.peak_bytes, **made.more,
-        "shared_products": made.sharing, "retries": summary.retries,
-        "workers_lost": summary.workers_lost, "spare_copies": summary.spare_copies} | (more or {})
+        "index": made.task.to,
+        "digest": made.manifest.digest,
+        "rows": made.manifest.rows,
+        "expanded_rows": summary.expanded,
+        "seconds": round(summary.took, 2),
+        "seconds_after_start": round(summary.working, 3),
+        "worker_seconds": spent,
+        "worker_cpu_seconds": round(summary.cpu, 2),
+        "peak_worker_bytes": summary.peak_bytes,
+        **made.more,
+        "shared_products": made.sharing,
+        "retries": summary.retries,
+        "workers_lost": summary.workers_lost,
+        "spare_copies": summary.spare_copies,
+    } | (more or {})
     if json:
         print_json(facts)
     rate = summary.expanded / max(summary.working, 1e-9)
     readable = {name: f"{value:,}" if isinstance(value, int) else value for name, value in facts.items()}
     predicted = made.more.get("predicted_worker_bytes")
-    show_table(f"{verb} {made.task.to}", readable | {
-        "seconds_after_start": f"{summary.working:.2f} ({rate:,.0f} rows/s)",
-        "peak_worker_bytes": f"{human_bytes(summary.peak_bytes)}, mapped files included",
-        "worker_seconds": ", ".join(f"{name} {seconds}" for name, seconds in spent.items())}
-        | ({"predicted_worker_bytes": human_bytes(predicted)} if predicted else {}))
+    show_table(
+        f"{verb} {made.task.to}",
+        readable
+        | {
+            "seconds_after_start": f"{summary.working:.2f} ({rate:,.0f} rows/s)",
+            "peak_worker_bytes": f"{human_bytes(summary.peak_bytes)}, mapped files included",
+            "worker_seconds": ", ".join(f"{name} {seconds}" for name, seconds in spent.items()),
+        }
+        | ({"predicted_worker_bytes": human_bytes(predicted)} if predicted else {}),
+    )
 
 
 app = command(main)

@@ -22,29 +22,51 @@ if TYPE_CHECKING:
 
 
 def main(
-    spec: Annotated[str, typer.Argument(metavar="RUN.toml", help="What to measure: a TOML file, or a preset: "
-                                                                 f"{', '.join(PRESETS)}.")],
+    spec: Annotated[
+        str,
+        typer.Argument(metavar="RUN.toml", help=f"What to measure: a TOML file, or a preset: {', '.join(PRESETS)}."),
+    ],
     to: Annotated[str, typer.Option("--to", help="The run's folder: cells, graphs, results and report.")],
     data: Annotated[str | None, typer.Option(help="Where a preset's data lie.")] = None,
     model: Annotated[str | None, typer.Option(help="The trained model for a preset.")] = None,
-    ablations: Annotated[str | None, typer.Option(help="Table 2 for a preset: the folder of a finished lattqe ablate."
-                                                  )] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Measure this method alone, beside no expansion; may be "
-                                                        "repeated.")] = None,
-    columns: Annotated[list[int] | None, typer.Option(min=1, help="Columns of the photos (photos: 128; density: 128 "
-                                                                  "and 512, may be repeated).")] = None,
-    features: Annotated[list[str] | None, typer.Option(help="Density: a labelled feature set of your own; may be "
-                                                            "repeated, each is the others' distractors.")] = None,
-    queries: Annotated[list[str] | None, typer.Option(help="Density: labelled queries, one for each --features; "
-                                                           "without any, some images are held out.")] = None,
-    relevant: Annotated[list[int] | None, typer.Option(min=0, help="Density: relevant images, 0 for all (1, 2, 4, 8, "
-                                                                   "16 and 0); may be repeated.")] = None,
-    images: Annotated[list[str] | None, typer.Option("--images", help="Folder or s3:// prefix of the images, by id: "
-                      "the report then shows the ten largest gains and losses. May be repeated.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Stop after the golden numbers: mAP without expansion beside "
-                                                        "the paper's.")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Ray workers. [default: one for each GPU, or CPU; none "
-                                                            "for few rows]")] = None,
+    ablations: Annotated[
+        str | None, typer.Option(help="Table 2 for a preset: the folder of a finished lattqe ablate.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Measure this method alone, beside no expansion; may be repeated.")
+    ] = None,
+    columns: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Columns of the photos (photos: 128; density: 128 and 512, may be repeated)."),
+    ] = None,
+    features: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Density: a labelled feature set of your own; may be repeated, each is the others' distractors."
+        ),
+    ] = None,
+    queries: Annotated[
+        list[str] | None,
+        typer.Option(help="Density: labelled queries, one for each --features; without any, some images are held out."),
+    ] = None,
+    relevant: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Density: relevant images, 0 for all (1, 2, 4, 8, 16 and 0); may be repeated."),
+    ] = None,
+    images: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--images",
+            help="Folder or s3:// prefix of the images, by id: "
+            "the report then shows the ten largest gains and losses. May be repeated.",
+        ),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Stop after the golden numbers: mAP without expansion beside the paper's.")
+    ] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Ray workers. [default: one for each GPU, or CPU; none for few rows]")
+    ] = None,
     shards: Annotated[int | None, typer.Option(min=1, help="Shards of an index. [default: by rows]")] = None,
     address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON on stdout.")] = False,
@@ -62,16 +84,25 @@ def main(
 
     lists, cells = (columns, features, queries, relevant), None
     if spec in PRESETS:
-        options = Options(to.rstrip("/"), data, model, tuple(columns or ()) or None, tuple(features or ()) or None,
-                          tuple(queries or ()) or None, tuple(relevant or ()) or None)
+        options = Options(
+            to.rstrip("/"),
+            data,
+            model,
+            tuple(columns or ()) or None,
+            tuple(features or ()) or None,
+            tuple(queries or ()) or None,
+            tuple(relevant or ()) or None,
+        )
         chosen = preset_run(spec, options)
         if ablations is not None:
             chosen = replace(chosen, ablations=trained_ablations(ablations))
         make_cells = PRESETS[spec].cells
         cells = make_cells(options) if make_cells is not None else None
     elif any(given for given in (data, model, ablations, *lists)):
-        raise LattqeError("--data, --model, --ablations, --columns, --features, --queries and --relevant belong to "
-                          "presets: a TOML file names its data and models")
+        raise LattqeError(
+            "--data, --model, --ablations, --columns, --features, --queries and --relevant belong to "
+            "presets: a TOML file names its data and models"
+        )
     else:
         chosen = load_run(spec)
     if check:
@@ -96,16 +127,25 @@ def selected(chosen: "Run", only: list[str]) -> "Run":
     known = [each.method for each in chosen.entries]
     unknown = [name for name in only if name not in known]
     if unknown:
-        raise LattqeError(f"--only {unknown[0]}: the run has no such method: use one of "
-                          f"{', '.join(dict.fromkeys(known))}")
+        raise LattqeError(
+            f"--only {unknown[0]}: the run has no such method: use one of {', '.join(dict.fromkeys(known))}"
+        )
     if not only:
         return chosen
-    return replace(chosen, methods=tuple(each for each in chosen.methods if each.method in only),
-                   graph_methods=tuple(each for each in chosen.graph_methods if each.method in only))
+    return replace(
+        chosen,
+        methods=tuple(each for each in chosen.methods if each.method in only),
+        graph_methods=tuple(each for each in chosen.graph_methods if each.method in only),
+    )
 
 
-def measure_run(chosen: "Run", to: str, workers: int | None = None, shards: int | None = None,
-                start_ray: Callable[[], AbstractContextManager[Any]] = nullcontext) -> dict[str, Any]:
+def measure_run(
+    chosen: "Run",
+    to: str,
+    workers: int | None = None,
+    shards: int | None = None,
+    start_ray: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, Any]:
     """Fill the missing cells of a run and assemble its results."""
     from lattqe.benchmark.results import assemble
 
@@ -113,8 +153,13 @@ def measure_run(chosen: "Run", to: str, workers: int | None = None, shards: int 
     return assemble(chosen, bench, facts(chosen, bench))
 
 
-def measured(chosen: "Run", to: str, workers: int | None, shards: int | None,
-             start_ray: Callable[[], AbstractContextManager[Any]]) -> "Bench":
+def measured(
+    chosen: "Run",
+    to: str,
+    workers: int | None,
+    shards: int | None,
+    start_ray: Callable[[], AbstractContextManager[Any]],
+) -> "Bench":
     """Fill the missing cells of a run; Ray starts where something is too large for this process."""
     from cluster.benchmark import Bench
 
@@ -140,11 +185,16 @@ def fill(chosen: "Run", bench: "Bench") -> None:
 def show_plan(chosen: "Run", bench: "Bench") -> None:
     """Print what is going to be measured."""
     rows = {
-        "data sets": ", ".join(f"{name} ({opened.queries.rows} queries, {opened.database.rows:,} rows)"
-                               for name, opened in bench.inputs.items()),
-        "distractors": ", ".join(f"{dataset}+{name} ({features.rows:,} rows)"
-                                 for (dataset, name), features in bench.distractors.items()) or "none",
-        "methods": ", ".join(method.label for method in chosen.entries)}
+        "data sets": ", ".join(
+            f"{name} ({opened.queries.rows} queries, {opened.database.rows:,} rows)"
+            for name, opened in bench.inputs.items()
+        ),
+        "distractors": ", ".join(
+            f"{dataset}+{name} ({features.rows:,} rows)" for (dataset, name), features in bench.distractors.items()
+        )
+        or "none",
+        "methods": ", ".join(method.label for method in chosen.entries),
+    }
     show_table("plan", {name: printable(text) for name, text in rows.items()})
 
 
@@ -166,14 +216,25 @@ def facts(chosen: "Run", bench: "Bench") -> dict[str, Any]:
     from lattqe.datasets.revisited import published
 
     inputs: dict[str, Any] = {
-        name: {"database": opened.database.as_input(), "queries": opened.queries.as_input(),
-               "truth": opened.truth_digest} for name, opened in bench.inputs.items()}
-    inputs |= {f"{dataset}+{name}": {"distractors": features.as_input()}
-               for (dataset, name), features in bench.distractors.items()}
+        name: {
+            "database": opened.database.as_input(),
+            "queries": opened.queries.as_input(),
+            "truth": opened.truth_digest,
+        }
+        for name, opened in bench.inputs.items()
+    }
+    inputs |= {
+        f"{dataset}+{name}": {"distractors": features.as_input()}
+        for (dataset, name), features in bench.distractors.items()
+    }
     inputs |= {uri: {"model": digest} for uri, digest in bench.models.items()}
     paper = {name: published()[name] for name in ("table2", "table3")} if chosen.published else {}
-    return {"inputs": inputs, "run": json_format.loads(json_format.dumps(asdict(chosen))),
-            "warnings": golden_warnings(chosen, bench), "published": paper}
+    return {
+        "inputs": inputs,
+        "run": json_format.loads(json_format.dumps(asdict(chosen))),
+        "warnings": golden_warnings(chosen, bench),
+        "published": paper,
+    }
 
 
 def check_golden(chosen: "Run") -> None:
@@ -188,11 +249,17 @@ def check_golden(chosen: "Run") -> None:
         raise LattqeError(f"--check compares {', '.join(golden)} with the paper's numbers: this run has neither")
     for dataset in tested:
         opened = Inputs.open(dataset)
-        measured = {name: 100 * one.mean_ap
-                    for name, one in plain_scores(opened.database, opened.queries, opened.truth).items()}
-        show_table(f"{dataset.name} without expansion, mAP", {
-            setup: f"{value:.2f}" + (f"   paper {golden[dataset.name][setup]:.2f}" if setup in golden[dataset.name]
-                                     else "") for setup, value in measured.items()})
+        measured = {
+            name: 100 * one.mean_ap for name, one in plain_scores(opened.database, opened.queries, opened.truth).items()
+        }
+        show_table(
+            f"{dataset.name} without expansion, mAP",
+            {
+                setup: f"{value:.2f}"
+                + (f"   paper {golden[dataset.name][setup]:.2f}" if setup in golden[dataset.name] else "")
+                for setup, value in measured.items()
+            },
+        )
         wrong += golden_differences(dataset.name, measured)
     if wrong:
         raise LattqeError("these are not the paper's features: " + "; ".join(wrong))
@@ -209,8 +276,12 @@ def look(results: dict[str, Any], chosen: "Run", images: list[str] | None) -> "E
     return make_examples(results, chosen.datasets_of("test"), images)
 
 
-def publish(results: dict[str, Any], to: str, page: Callable[[Any], str] | None = None,
-            table: Callable[[Any], str] | None = None) -> str:
+def publish(
+    results: dict[str, Any],
+    to: str,
+    page: Callable[[Any], str] | None = None,
+    table: Callable[[Any], str] | None = None,
+) -> str:
     """Write results.json (in the order of the tables), results.csv and report.html; the page last, and its address."""
     from lattqe.report import render_page, to_csv
     from lattqe.store import open_place

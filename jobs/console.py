@@ -39,8 +39,14 @@ EXIT_BAD_INPUT = 2
 USAGE_ERROR: Any = typer.BadParameter.__base__
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 # Options that several jobs have.
-Workers = Annotated[int | None, typer.Option(min=1, help="Ray workers; by default none up to 50,000 rows, which are "
-                                                         "worked on in this process, else one for each GPU, or CPU.")]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Ray workers; by default none up to 50,000 rows, which are "
+        "worked on in this process, else one for each GPU, or CPU.",
+    ),
+]
 Address = Annotated[str | None, typer.Option(help="A running Ray cluster; by default $RAY_ADDRESS, or this machine.")]
 Cache = Annotated[str | None, typer.Option(help="Node-local folder for rows that live on S3.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")]
@@ -92,7 +98,6 @@ class ProgressBar:
             remaining = (now - self._started) * (self._total - self._done) / max(self._done, 1)
             screen.print(f"{self._title}: {self._done}/{self._total}, about {remaining:.0f} s to go {note}".rstrip())
 
-
     def __str__(self) -> str:
         return f"{self._title} {self._done:,} of {self._total:,}"
 
@@ -119,8 +124,15 @@ def _bar(title: str, total: int, done: int) -> Iterator[ProgressBar]:
         bar._done = done
         yield bar
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
     with Progress(*columns, console=screen, transient=False) as progress:
         task = progress.add_task(title, total=total, completed=done, note="")
         bar = ProgressBar(progress, task, title, total)
@@ -170,8 +182,9 @@ def tell_interrupted(interrupt: KeyboardInterrupt) -> int:
             signal.signal(number, signal.SIG_IGN)
     reached = "; ".join(reversed(getattr(interrupt, "__notes__", ())))
     where = f"{escape(reached)}; " if reached else ""
-    what, code = (("terminated", EXIT_TERMINATED) if isinstance(interrupt, Terminated)
-                  else ("interrupted", EXIT_INTERRUPTED))
+    what, code = (
+        ("terminated", EXIT_TERMINATED) if isinstance(interrupt, Terminated) else ("interrupted", EXIT_INTERRUPTED)
+    )
     screen.print(f"{what}: {where}what is finished is kept, run the same command again to go on", soft_wrap=True)
     return code
 
@@ -186,6 +199,7 @@ def interruptible(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Typer, which would say "Aborted!", never sees them.
     """
+
     @functools.wraps(function)
     def job(*args: Any, **kwargs: Any) -> Any:
         main = threading.current_thread() is threading.main_thread()

@@ -15,16 +15,22 @@ To = Annotated[str, typer.Option("--to", help="folder or s3://bucket/prefix that
 Dtype = Annotated[str, typer.Option(help="float16 or float32")]
 Json = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")]
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", help=__doc__,
-                  no_args_is_help=True)
+app = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", help=__doc__, no_args_is_help=True
+)
 
 
 @app.command()
 @interruptible
 @logged
 def revisited(
-    source: Annotated[str, typer.Argument(help="folder or s3:// prefix with gnd_roxford5k.pkl, gnd_rparis6k.pkl and "
-                                               "the descriptors, as .mat (X and Q), .npy, .pkl, ...")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="folder or s3:// prefix with gnd_roxford5k.pkl, gnd_rparis6k.pkl and "
+            "the descriptors, as .mat (X and Q), .npy, .pkl, ..."
+        ),
+    ],
     to: To,
     dtype: Dtype = "float16",
     json: Json = False,
@@ -65,8 +71,13 @@ def r1m(
 @interruptible
 @logged
 def sfm120k(
-    source: Annotated[str, typer.Argument(help="folder or s3:// prefix with retrieval-SfM-120k.pkl and the descriptors "
-                                               "of its halves (files with 'train' and 'val' in their names)")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="folder or s3:// prefix with retrieval-SfM-120k.pkl and the descriptors "
+            "of its halves (files with 'train' and 'val' in their names)"
+        ),
+    ],
     to: To,
     dtype: Dtype = "float16",
     json: Json = False,
@@ -146,26 +157,49 @@ def _tell(report: "Report", to: str, json: bool) -> None:
     for name, scores in report.scores.items():
         measured = {setup: 100 * one.mean_ap for setup, one in scores.items()}
         differences[name] = golden_differences(name, measured)
-    show_table(f"data set in {to}", {name: f"{made.rows:,} × {made.dim}, {_columns(made)}"
-                                     for name, made in report.made.items()})
+    show_table(
+        f"data set in {to}",
+        {name: f"{made.rows:,} × {made.dim}, {_columns(made)}" for name, made in report.made.items()},
+    )
     for name, scores in report.scores.items():
-        show_table(f"{name} without expansion, mAP", {
-            setup: f"{100 * one.mean_ap:.2f}" + (f"   paper {golden[name][setup]:.2f}" if setup in golden[name] else "")
-            for setup, one in scores.items()})
+        show_table(
+            f"{name} without expansion, mAP",
+            {
+                setup: f"{100 * one.mean_ap:.2f}"
+                + (f"   paper {golden[name][setup]:.2f}" if setup in golden[name] else "")
+                for setup, one in scores.items()
+            },
+        )
     for note in report.notes:
         screen.print(f"note: {note}", markup=False, soft_wrap=True)
     for warning in report.warnings:
         screen.print(f"warning: {warning}", markup=False, soft_wrap=True)
     for name, found in differences.items():
-        screen.print(f"{name}: " + ("these are not the paper's features: its golden numbers do not come out" if found
-                                    else "the golden numbers of the paper's features come out"), soft_wrap=True)
+        screen.print(
+            f"{name}: "
+            + (
+                "these are not the paper's features: its golden numbers do not come out"
+                if found
+                else "the golden numbers of the paper's features come out"
+            ),
+            soft_wrap=True,
+        )
     if json:
-        print_json({"sets": {name: {"uri": made.uri, "rows": made.rows, "dim": made.dim, "digest": made.digest}
-                             for name, made in report.made.items()},
-                    "scores": {name: {setup: one.summary() for setup, one in scores.items()}
-                               for name, scores in report.scores.items()},
-                    "golden": {name: not found for name, found in differences.items()},
-                    "notes": report.notes, "warnings": report.warnings})
+        print_json(
+            {
+                "sets": {
+                    name: {"uri": made.uri, "rows": made.rows, "dim": made.dim, "digest": made.digest}
+                    for name, made in report.made.items()
+                },
+                "scores": {
+                    name: {setup: one.summary() for setup, one in scores.items()}
+                    for name, scores in report.scores.items()
+                },
+                "golden": {name: not found for name, found in differences.items()},
+                "notes": report.notes,
+                "warnings": report.warnings,
+            }
+        )
 
 
 def _columns(made: Any) -> str:

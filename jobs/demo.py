@@ -25,8 +25,10 @@ def main(
     to: Annotated[str, typer.Option("--to", help="Where everything goes: a local folder.")] = "demo",
     seed: Annotated[int, typer.Option(min=0, help="Another seed is another world, and another network.")] = 0,
     scale: Annotated[float, typer.Option(min=0.01, help="Times as many landmarks, background and distractors.")] = 1.0,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="Change a setting of the training: steps=1000, "
-                                                                     "network.layers=3, ...")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a setting of the training: steps=1000, network.layers=3, ..."),
+    ] = None,
     address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
 ) -> None:
     """Make a world of landmarks, learn from one part of it, and measure all methods on another: about five minutes.
@@ -79,10 +81,13 @@ def make_world(world: "SyntheticWorld", to: str) -> "Run":
     for name in ("train", "val"):
         store_synthetic(world.split(name), base, Report())
     validation = Dataset("val", f"{base}/val", f"{base}/val-queries", role="validation")
-    screen.print(f"features in {base}: train, "
-                 f"{', '.join(dataset.name for dataset in (validation, *chosen.datasets))}, distractors")
-    return replace(chosen, datasets=(*chosen.datasets, validation), nqe_sweep=(1, 2, 4, 8, 16, 32, 48, 64),
-                   bootstrap=2_000)
+    screen.print(
+        f"features in {base}: train, "
+        f"{', '.join(dataset.name for dataset in (validation, *chosen.datasets))}, distractors"
+    )
+    return replace(
+        chosen, datasets=(*chosen.datasets, validation), nqe_sweep=(1, 2, 4, 8, 16, 32, 48, 64), bootstrap=2_000
+    )
 
 
 def find_neighbors(features: str, to: str) -> str:
@@ -120,8 +125,18 @@ def augment_database(features: str, graph: str, model: str, to: str) -> None:
 
     params = {"model": model, "dba": True}
     method = create("lattqe", **params)
-    augment_here(Augmentation(features, graph, f"{to}/index", "lattqe", chosen_neighbors(model)["ndba"], params,
-                              hops=method.default_hops, hop_alpha=method.hop_alpha))
+    augment_here(
+        Augmentation(
+            features,
+            graph,
+            f"{to}/index",
+            "lattqe",
+            chosen_neighbors(model)["ndba"],
+            params,
+            hops=method.default_hops,
+            hop_alpha=method.hop_alpha,
+        )
+    )
 
 
 def with_methods(chosen: "Run", model: str) -> "Run":

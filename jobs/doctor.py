@@ -11,8 +11,9 @@ EXIT_TO_MEND = 1
 
 
 def main(
-    place: Annotated[str | None, typer.Argument(help="A folder or s3:// address that every node must be able to "
-                                                     "write.")] = None,
+    place: Annotated[
+        str | None, typer.Argument(help="A folder or s3:// address that every node must be able to write.")
+    ] = None,
     address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Test this machine's GPU instead: bounds, bytes, rates.")] = False,
     device: Annotated[str, typer.Option(help="With --gpu: cuda, cuda:N, or cpu to try the run itself.")] = "cuda",
@@ -35,10 +36,18 @@ def main(
         print_json({"nodes": [asdict(report) for report in reports], "fix": lines})
     for report in reports:
         versions = ", ".join(f"{name} {version}" for name, version in report.packages.items())
-        show_table(report.node, {
-            "python": report.python, "packages": versions, "faiss": report.faiss,
-            "GPUs": ", ".join(report.gpus) or "none", "shared memory free": human_bytes(report.shared_memory),
-            "disk free": human_bytes(report.disk), "storage": report.storage or "not asked"})
+        show_table(
+            report.node,
+            {
+                "python": report.python,
+                "packages": versions,
+                "faiss": report.faiss,
+                "GPUs": ", ".join(report.gpus) or "none",
+                "shared memory free": human_bytes(report.shared_memory),
+                "disk free": human_bytes(report.disk),
+                "storage": report.storage or "not asked",
+            },
+        )
     for line in lines:
         screen.print(f"fix: {line}", markup=False, soft_wrap=True)
     if lines:
@@ -54,10 +63,14 @@ def accept_device(name: str, json: bool) -> None:
     found = accept(pick_device(name))
     if json:
         print_json(found)
-    show_table(f"{found['name']} ({found['device']}), torch {found['torch']}, CUDA {found['cuda'] or 'none'}", {
-        check: ("passed" if said["passed"] else "FAILED") + "".join(
-            f", {what} {value:.3g}" for what, value in said.items() if what != "passed")
-        for check, said in found["checks"].items()})
+    show_table(
+        f"{found['name']} ({found['device']}), torch {found['torch']}, CUDA {found['cuda'] or 'none'}",
+        {
+            check: ("passed" if said["passed"] else "FAILED")
+            + "".join(f", {what} {value:.3g}" for what, value in said.items() if what != "passed")
+            for check, said in found["checks"].items()
+        },
+    )
     show_table("rates", found["rates"])
     if not found["passed"]:
         raise SystemExit(EXIT_TO_MEND)

@@ -15,8 +15,13 @@ if TYPE_CHECKING:
 
 def main(
     features: Annotated[str, typer.Argument(help="The feature set: a folder or s3://bucket/prefix.")],
-    graph: Annotated[str | None, typer.Option(help="Its exact graph (lattqe neighbors); with --against: ranks of the "
-                                                   "other set's rows in this one, if there are any.")] = None,
+    graph: Annotated[
+        str | None,
+        typer.Option(
+            help="Its exact graph (lattqe neighbors); with --against: ranks of the "
+            "other set's rows in this one, if there are any."
+        ),
+    ] = None,
     threshold: Annotated[float, typer.Option(help="Cosine from which on two rows are near-duplicates.")] = 0.95,
     against: Annotated[str | None, typer.Option(help="Another set: which of its rows are also in this one?")] = None,
     to: Annotated[str | None, typer.Option("--to", help="Folder or s3:// prefix for duplicates.csv, .arrow.")] = None,
@@ -35,8 +40,13 @@ def main(
         raise LattqeError(f"give --graph: `lattqe neighbors {features} -k 64 --to graph` makes it once")
     else:
         summary = _groups(opened, graph, threshold, to)
-    show_table("near-duplicates", {name.replace("_", " "): f"{100 * value:.2f} %" if name.startswith("share") else value
-                                   for name, value in summary.items()})
+    show_table(
+        "near-duplicates",
+        {
+            name.replace("_", " "): f"{100 * value:.2f} %" if name.startswith("share") else value
+            for name, value in summary.items()
+        },
+    )
     if json:
         print_json(summary)
 
@@ -50,8 +60,11 @@ def _groups(features: Any, graph_uri: str, threshold: float, to: str | None) -> 
     with progress_bar("rows", graph.rows) as bar:
         groups = find_groups(features, graph, threshold, bar.advance)
     if groups.full:
-        screen.print(f"note: {groups.full:,} rows have {graph.k} near-duplicates or more: a graph with a larger -k may "
-                     "join groups that are apart here", soft_wrap=True)
+        screen.print(
+            f"note: {groups.full:,} rows have {graph.k} near-duplicates or more: a graph with a larger -k may "
+            "join groups that are apart here",
+            soft_wrap=True,
+        )
     summary = groups.summary()
     if to is not None:
         redundant = ids_of(features, groups.redundant)
@@ -69,10 +82,15 @@ def _leakage(features: Any, other_uri: str, ranks_uri: str | None, threshold: fl
     ranks = None if ranks_uri is None else Ranks.open(ranks_uri)
     if ranks is not None:
         made_from = {role: entry["digest"] for role, entry in ranks.manifest.inputs.items()}
-        if (made_from.get("database"), made_from.get("queries")) != (features.digest, other.digest) \
-                or ranks.manifest.config.get("expand") or "distractors" in made_from:
-            raise LattqeError(f"{ranks_uri} is not a plain search of {other_uri} in {features.uri}: make one with "
-                              f"`lattqe search {features.uri} {other_uri} -k 1 --to RANKS`, or leave --graph out")
+        if (
+            (made_from.get("database"), made_from.get("queries")) != (features.digest, other.digest)
+            or ranks.manifest.config.get("expand")
+            or "distractors" in made_from
+        ):
+            raise LattqeError(
+                f"{ranks_uri} is not a plain search of {other_uri} in {features.uri}: make one with "
+                f"`lattqe search {features.uri} {other_uri} -k 1 --to RANKS`, or leave --graph out"
+            )
     with progress_bar("rows", other.rows) as bar:
         leakage = find_leakage(features, other, threshold, ranks, on_done=bar.advance)
     summary = leakage.summary()

@@ -15,8 +15,13 @@ if TYPE_CHECKING:
 
 def main(
     ranks: Annotated[str, typer.Argument(help="Ranks that `lattqe search` wrote: a folder or s3://bucket/prefix.")],
-    truth: Annotated[str, typer.Option(help="A ground-truth file, gnd_*.pkl or .json; or 'labels': relevant is what "
-                                            "has the query's label, by name where labels have names.")] = "labels",
+    truth: Annotated[
+        str,
+        typer.Option(
+            help="A ground-truth file, gnd_*.pkl or .json; or 'labels': relevant is what "
+            "has the query's label, by name where labels have names."
+        ),
+    ] = "labels",
     at: Annotated[str, typer.Option(help="Precision at these k, by commas.")] = "1,5,10",
     csv: Annotated[Path | None, typer.Option(help="Write each query's results to this file.")] = None,
     database: Annotated[str | None, typer.Option(help="The set that was searched, where it has moved.")] = None,
@@ -34,15 +39,27 @@ def main(
     ks = numbers(at)
     judged = JudgedRanks.open(ranks, None if truth == "labels" else truth, database, queries, distractors)
     rows = sum(each.rows for each in judged.searched)
-    show_table("plan", {"queries": f"{judged.ranks.rows:,}, {judged.ranks.k} results each of {rows:,} rows",
-                        "truth": truth, "precision at": at})
+    show_table(
+        "plan",
+        {
+            "queries": f"{judged.ranks.rows:,}, {judged.ranks.k} results each of {rows:,} rows",
+            "truth": truth,
+            "precision at": at,
+        },
+    )
     if judged.ranks.k < rows:
-        screen.print(f"note: positives beyond the {judged.ranks.k} results of a list add nothing to its average "
-                     "precision; search with a larger -k for the whole ranking", markup=False, soft_wrap=True)
+        screen.print(
+            f"note: positives beyond the {judged.ranks.k} results of a list add nothing to its average "
+            "precision; search with a larger -k for the whole ranking",
+            markup=False,
+            soft_wrap=True,
+        )
     scores = score_ranking(judged.ranks, judged.truth, ks=ks)
     if not any(one.evaluated.any() for one in scores.values()):
-        raise LattqeError(f"no query of {judged.queries.uri} has anything relevant in {judged.searched[0].uri}: do "
-                          "these labels, or this ground truth, belong to them?")
+        raise LattqeError(
+            f"no query of {judged.queries.uri} has anything relevant in {judged.searched[0].uri}: do "
+            "these labels, or this ground truth, belong to them?"
+        )
     if csv is not None:
         write_csv(csv, judged, scores)
     if json:
@@ -66,10 +83,12 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def readable(scores: "Scores") -> dict[str, Any]:
     """The means in percent, and how many queries they are means of."""
-    return {"mAP": f"{100 * scores.mean_ap:.2f}",
-            **{f"mP@{k}": f"{100 * value:.2f}" for k, value in zip(scores.ks, scores.mean_precision.tolist())},
-            "queries": int(scores.evaluated.sum()),
-            "queries without positives": int((~scores.evaluated).sum())}
+    return {
+        "mAP": f"{100 * scores.mean_ap:.2f}",
+        **{f"mP@{k}": f"{100 * value:.2f}" for k, value in zip(scores.ks, scores.mean_precision.tolist())},
+        "queries": int(scores.evaluated.sum()),
+        "queries without positives": int((~scores.evaluated).sum()),
+    }
 
 
 def write_csv(path: Path, judged: "JudgedRanks", scores: "dict[str, Scores]") -> None:

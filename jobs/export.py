@@ -11,13 +11,22 @@ from lattqe.errors import LattqeError
 
 def main(
     uri: Annotated[str, typer.Argument(help="A feature set, ranks or a neighbor graph.")],
-    to: Annotated[str, typer.Option(help="Features: FILE.npy, .fvecs, .faiss (.index), with FILE.ids.txt and "
-                                         "FILE.labels.txt. Ranks: FILE.csv or .json. Graph: FILE.npz.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="Features: FILE.npy, .fvecs, .faiss (.index), with FILE.ids.txt and "
+            "FILE.labels.txt. Ranks: FILE.csv or .json. Graph: FILE.npz."
+        ),
+    ],
     factory: Annotated[
         str | None, typer.Option(help='faiss factory string, such as "IVF256,PQ16"; a flat index without it.')
     ] = None,
-    database: Annotated[list[str] | None, typer.Option(
-        help="Ranks: the set that was searched (then the distractors), where it is no longer where it was.")] = None,
+    database: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Ranks: the set that was searched (then the distractors), where it is no longer where it was."
+        ),
+    ] = None,
     similarities: Annotated[bool, typer.Option("--similarities", help="Graph: scores instead of distances.")] = False,
     with_self: Annotated[bool, typer.Option("--with-self", help="Graph: each row before its neighbors.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
@@ -30,9 +39,12 @@ def main(
     from lattqe.store.export import check_suffix, export_features, export_graph, export_ranks
 
     artifact = open_artifact(uri)
-    for option, given, kind in (("--factory", factory, FeatureSet), ("--database", database, Ranks),
-                                ("--similarities", similarities, NeighborGraph),
-                                ("--with-self", with_self, NeighborGraph)):
+    for option, given, kind in (
+        ("--factory", factory, FeatureSet),
+        ("--database", database, Ranks),
+        ("--similarities", similarities, NeighborGraph),
+        ("--with-self", with_self, NeighborGraph),
+    ):
         if given and type(artifact) is not kind:
             raise LattqeError(f"{option} is of no use for {uri}, {_words(artifact)}")
     started = time.monotonic()
@@ -45,8 +57,15 @@ def main(
         done = export_ranks(artifact, to, database or ())
     elif isinstance(artifact, NeighborGraph):
         check_suffix("neighbors", to)
-        show_table("export", {"rows × neighbors": f"{artifact.rows:,} × {artifact.k}", "to": to,
-                              "memory": f"about {human_bytes(artifact.rows * artifact.k * 20)}"}, plan=True)
+        show_table(
+            "export",
+            {
+                "rows × neighbors": f"{artifact.rows:,} × {artifact.k}",
+                "to": to,
+                "memory": f"about {human_bytes(artifact.rows * artifact.k * 20)}",
+            },
+            plan=True,
+        )
         done = export_graph(artifact, to, similarities, with_self)
     else:
         raise LattqeError(f"{uri} is {_words(artifact)}: feature sets, ranks and neighbor graphs are exported")
@@ -58,8 +77,16 @@ def main(
 
 def _show_plan(features: Any, to: str, index: str | None) -> None:
     memory = "a few parts" if index is None else f"about {human_bytes(features.rows * features.dim * 4)} if flat"
-    show_table("export", {"rows × dimensions": f"{features.rows:,} × {features.dim}", "to": to,
-                          "index": index or "none", "memory": memory}, plan=True)
+    show_table(
+        "export",
+        {
+            "rows × dimensions": f"{features.rows:,} × {features.dim}",
+            "to": to,
+            "index": index or "none",
+            "memory": memory,
+        },
+        plan=True,
+    )
 
 
 def _words(artifact: Any) -> str:

@@ -23,7 +23,8 @@ HOW_TO_DESCRIBE = (
     "a published ResNet-GeM file:  lattqe extract photos --checkpoint gl18-tl-resnet101-gem-w.pth --to features",
     "a backbone and its weights:   lattqe extract photos --model timm:vit_base_patch14_dinov2 --weights "
     "dinov2.safetensors --to features",
-    "descriptors that you have:    lattqe import vectors.npy --ids names.txt --to features")
+    "descriptors that you have:    lattqe import vectors.npy --ids names.txt --to features",
+)
 
 FolderLabels: TypeAlias = tuple[list[int], list[str]]  # of each image, and the folders' names
 
@@ -38,15 +39,22 @@ def main(
     encoder: Annotated[str | None, typer.Option(help="module:function that returns an encoder")] = None,
     scales: Annotated[str | None, typer.Option(help="relative sizes, averaged; default 1,0.7071,1.4142")] = None,
     size: Annotated[int | None, typer.Option(help="limit of the long side in pixels; default 1024")] = None,
-    center_crop: Annotated[int | None, typer.Option(help="instead: central square, scaled to this side; default of "
-                                                         "--model without --size: what its package says")] = None,
+    center_crop: Annotated[
+        int | None,
+        typer.Option(
+            help="instead: central square, scaled to this side; default of "
+            "--model without --size: what its package says"
+        ),
+    ] = None,
     gnd: Annotated[Path | None, typer.Option(help="revisited ground truth: take its images, in its order")] = None,
     queries: Annotated[bool, typer.Option("--queries", help="with --gnd: its queries, cropped to bbx")] = False,
     root: Annotated[str | None, typer.Option(help="folder that a list file's paths are relative to")] = None,
-    labels_from_folders: Annotated[bool, typer.Option("--labels-from-folders",
-                                                      help="label each image by its top folder")] = False,
-    max_bad: Annotated[str | None, typer.Option(
-        help="bad images to tolerate, as a number or fraction; default 0.1, with --gnd 0")] = None,
+    labels_from_folders: Annotated[
+        bool, typer.Option("--labels-from-folders", help="label each image by its top folder")
+    ] = False,
+    max_bad: Annotated[
+        str | None, typer.Option(help="bad images to tolerate, as a number or fraction; default 0.1, with --gnd 0")
+    ] = None,
     max_pixels: Annotated[int, typer.Option(help="refuse larger images by their header, undecoded")] = 89_000_000,
     exif: Annotated[bool, typer.Option("--exif/--no-exif", help="turn images upright by their EXIF tag")] = True,
     mean: Annotated[str | None, typer.Option(help="R,G,B mean of the encoder's input; default: its own")] = None,
@@ -77,23 +85,45 @@ def main(
         raise LattqeError("--queries needs --gnd, which names them and their crops")
     listed, inputs = _list(images, root, gnd, queries, to)
     tolerated = bad_limit(max_bad or ("0.1" if gnd is None else "0"), len(listed))
-    spec = EncoderSpec(_absolute(checkpoint), encoder, find_hook_folder(encoder) if encoder else None,
-                       _rgb(mean, "--mean"), _rgb(std, "--std"), model, _absolute(weights), pool)
+    spec = EncoderSpec(
+        _absolute(checkpoint),
+        encoder,
+        find_hook_folder(encoder) if encoder else None,
+        _rgb(mean, "--mean"),
+        _rgb(std, "--std"),
+        model,
+        _absolute(weights),
+        pool,
+    )
     opened = open_encoder(spec, torch.device("cpu"))  # here once: a wrong one is refused before anything starts
     framing = _framing(opened, size, center_crop, exif, max_pixels)
-    settings = Settings(spec, framing, parse_scales(scales or ("1" if framing.center_crop else "1,0.7071,1.4142")),
-                        batch, check_dtype(dtype))
-    config = {"crop": "bbx, at the scale of the full image" if queries else None,
-              "labels": "top folders" if labels_from_folders else None}
+    settings = Settings(
+        spec,
+        framing,
+        parse_scales(scales or ("1" if framing.center_crop else "1,0.7071,1.4142")),
+        batch,
+        check_dtype(dtype),
+    )
+    config = {
+        "crop": "bbx, at the scale of the full image" if queries else None,
+        "labels": "top folders" if labels_from_folders else None,
+    }
     labels = folder_labels(listed) if labels_from_folders else None
     destination = _prepare(settings, opened, to, config, inputs)
     finished = destination.find_finished()
     if finished is None:
         with ray_session(address):
             finished = _make(settings, destination, listed, labels, plan_workers(workers, device), tolerated)
-    show_table("features", {"at": to, "rows": finished.rows, "dim": destination.dim,
-                            "skipped": f"{finished.config['skipped']}, listed in skipped.csv",
-                            "bytes": human_bytes(finished.total_bytes)})
+    show_table(
+        "features",
+        {
+            "at": to,
+            "rows": finished.rows,
+            "dim": destination.dim,
+            "skipped": f"{finished.config['skipped']}, listed in skipped.csv",
+            "bytes": human_bytes(finished.total_bytes),
+        },
+    )
     if json:
         print_json({"uri": to, "rows": finished.rows, "dim": destination.dim, "skipped": finished.config["skipped"]})
 
@@ -142,8 +172,9 @@ def bad_limit(text: str, images: int) -> int:
     return int(value * images) if fraction else int(value)
 
 
-def _list(images: str, root: str | None, gnd: Path | None, queries: bool,
-          to: str) -> tuple["ImageList", dict[str, dict[str, str]]]:
+def _list(
+    images: str, root: str | None, gnd: Path | None, queries: bool, to: str
+) -> tuple["ImageList", dict[str, dict[str, str]]]:
     """The images and how the manifest names them."""
     import xxhash
 
@@ -173,8 +204,9 @@ def _framing(opened: "Encoder", size: int | None, center_crop: int | None, exif:
     return Framing(1024 if size is None else size, center_crop, exif, max_pixels)
 
 
-def _prepare(settings: Settings, opened: "Encoder", to: str, config: dict[str, Any],
-             inputs: dict[str, dict[str, str]]) -> "Destination":
+def _prepare(
+    settings: Settings, opened: "Encoder", to: str, config: dict[str, Any], inputs: dict[str, dict[str, str]]
+) -> "Destination":
     """What is going to be made; the encoder's output decides the rows."""
     from lattqe.extraction.image import Framing
     from lattqe.extraction.stage import Destination
@@ -182,17 +214,34 @@ def _prepare(settings: Settings, opened: "Encoder", to: str, config: dict[str, A
     dim = opened.output_dim(settings.framing.center_crop or PROBE_SIDE)
     usual = asdict(Framing())
     # What only backbones ask for is recorded where it is asked for: features of earlier versions stay the same.
-    framing = {name: value for name, value in asdict(settings.framing).items()
-               if name not in ("share", "filter") or value != usual[name]}
-    config = {**config, **framing, "scales": list(settings.scales), "batch": settings.batch,
-              "transparency": "over white", "encoder": opened.kind, "mean": list(opened.mean),
-              "std": list(opened.std), "scale_power": opened.scale_power}
+    framing = {
+        name: value
+        for name, value in asdict(settings.framing).items()
+        if name not in ("share", "filter") or value != usual[name]
+    }
+    config = {
+        **config,
+        **framing,
+        "scales": list(settings.scales),
+        "batch": settings.batch,
+        "transparency": "over white",
+        "encoder": opened.kind,
+        "mean": list(opened.mean),
+        "std": list(opened.std),
+        "scale_power": opened.scale_power,
+    }
     inputs = {**inputs, "encoder": {"uri": settings.encoder.source, "digest": opened.digest, "kind": opened.kind}}
     return Destination(to, dim, settings.dtype, config, inputs)
 
 
-def _make(settings: Settings, destination: "Destination", listed: "ImageList", labels: FolderLabels | None,
-          workers: "Workers", tolerated: int) -> "Manifest":
+def _make(
+    settings: Settings,
+    destination: "Destination",
+    listed: "ImageList",
+    labels: FolderLabels | None,
+    workers: "Workers",
+    tolerated: int,
+) -> "Manifest":
     """Do what is left to do."""
     pending = destination.begin(listed)
     try:
@@ -208,22 +257,43 @@ def _make(settings: Settings, destination: "Destination", listed: "ImageList", l
         return finished
 
 
-def _describe(settings: Settings, destination: "Destination", listed: "ImageList", part_rows: list[int],
-              blocks: list[int], workers: "Workers", tolerated: int) -> None:
+def _describe(
+    settings: Settings,
+    destination: "Destination",
+    listed: "ImageList",
+    part_rows: list[int],
+    blocks: list[int],
+    workers: "Workers",
+    tolerated: int,
+) -> None:
     """Describe the missing blocks, and stop early once too many images are bad."""
     from cluster.extraction import BlockReport, ExtractionTask, extract_blocks
 
-    show_table("extract", {
-        "images": len(listed), "encoder": f"{destination.config['encoder']}, {destination.dim}-D",
-        "scales": ", ".join(f"{scale:.4g}" for scale in settings.scales),
-        "blocks": f"{len(blocks)} of {len(part_rows)} to do",
-        "workers": f"{min(workers.count, len(blocks))} × {workers.device}, {workers.cpus} threads each",
-        "features": f"{destination.uri}, about {human_bytes(len(listed) * destination.row_bytes)}"},
-        plan=True)
-    task = ExtractionTask(destination.stage_uri, listed.root, settings.encoder, settings.framing, settings.scales,
-                          settings.batch, destination.dim, destination.dtype)
+    show_table(
+        "extract",
+        {
+            "images": len(listed),
+            "encoder": f"{destination.config['encoder']}, {destination.dim}-D",
+            "scales": ", ".join(f"{scale:.4g}" for scale in settings.scales),
+            "blocks": f"{len(blocks)} of {len(part_rows)} to do",
+            "workers": f"{min(workers.count, len(blocks))} × {workers.device}, {workers.cpus} threads each",
+            "features": f"{destination.uri}, about {human_bytes(len(listed) * destination.row_bytes)}",
+        },
+        plan=True,
+    )
+    task = ExtractionTask(
+        destination.stage_uri,
+        listed.root,
+        settings.encoder,
+        settings.framing,
+        settings.scales,
+        settings.batch,
+        destination.dim,
+        destination.dtype,
+    )
     bad: list[tuple[str, str]] = []
     with progress_bar("extract", len(listed), done=len(listed) - sum(part_rows[block] for block in blocks)) as bar:
+
         def on_done(report: BlockReport) -> None:
             bad.extend(report.bad)
             _check_bad(bad, len(listed), tolerated, "")
@@ -236,12 +306,15 @@ def _check_bad(bad: list[tuple[str, str]], images: int, tolerated: int, where: s
     if len(bad) > tolerated:
         shown = "; ".join(f"{identifier}: {reason}" for identifier, reason in bad[:SHOWN_BAD])
         more = f"; and {len(bad) - SHOWN_BAD} more" if len(bad) > SHOWN_BAD else ""
-        raise LattqeError(f"{len(bad)} of {images} images are bad and --max-bad allows {tolerated} ({shown}{more})"
-                          f"{where}: fix them, or run again with a higher --max-bad to continue from here")
+        raise LattqeError(
+            f"{len(bad)} of {images} images are bad and --max-bad allows {tolerated} ({shown}{more})"
+            f"{where}: fix them, or run again with a higher --max-bad to continue from here"
+        )
 
 
-def _publish(destination: "Destination", listed: "ImageList", labels: FolderLabels | None,
-             tolerated: int) -> "Manifest":
+def _publish(
+    destination: "Destination", listed: "ImageList", labels: FolderLabels | None, tolerated: int
+) -> "Manifest":
     """Gather the blocks into the feature set, unless too many images were bad."""
     import numpy as np
 

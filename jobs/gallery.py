@@ -15,21 +15,28 @@ if TYPE_CHECKING:
 
 def main(
     ranks: Annotated[str, typer.Argument(help="What lattqe search made: a folder or s3://bucket/prefix.")],
-    images: Annotated[list[str], typer.Option("--images", help="Folder or s3:// prefix with the images, named by their "
-                                                               "ids; may be repeated.")],
+    images: Annotated[
+        list[str],
+        typer.Option("--images", help="Folder or s3:// prefix with the images, named by their ids; may be repeated."),
+    ],
     to: Annotated[str, typer.Option("--to", help="The page: a file or s3://bucket/name.html.")] = "gallery.html",
     against: Annotated[str | None, typer.Option(help="Other ranks of the same queries, shown before these.")] = None,
-    truth: Annotated[str | None, typer.Option(help="Ground truth gnd_*.pkl or .json; else labels, if there are any."
-                                              )] = None,
-    setup: Annotated[str | None, typer.Option(help="easy, medium or hard of a revisited ground truth; default medium."
-                                              )] = None,
-    sort: Annotated[str | None, typer.Option(help="change, gain, loss, worst, best or order; default: change with "
-                                                  "--against, else worst.")] = None,
+    truth: Annotated[
+        str | None, typer.Option(help="Ground truth gnd_*.pkl or .json; else labels, if there are any.")
+    ] = None,
+    setup: Annotated[
+        str | None, typer.Option(help="easy, medium or hard of a revisited ground truth; default medium.")
+    ] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option(help="change, gain, loss, worst, best or order; default: change with --against, else worst."),
+    ] = None,
     queries: Annotated[int, typer.Option(min=1, help="Queries to show.")] = 200,
     results: Annotated[int, typer.Option(min=1, help="Results of each list to show.")] = 10,
     database: Annotated[str | None, typer.Option(help="Where the searched features are now, if they moved.")] = None,
-    query_features: Annotated[str | None, typer.Option("--query-features", help="Where the queries' features are now."
-                                                       )] = None,
+    query_features: Annotated[
+        str | None, typer.Option("--query-features", help="Where the queries' features are now.")
+    ] = None,
     distractors: Annotated[str | None, typer.Option(help="Where the distractors are now.")] = None,
     title: Annotated[str | None, typer.Option(help="Heading of the page; default: the name of the ranks.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
@@ -51,8 +58,14 @@ def main(
     _check_order(order, gallery)
     cards = choose(gallery.cards(), order, queries)
     numbers = [card.number for card in cards]
-    show_table("plan", {"queries": f"{len(cards)} of {mine.ranks.rows:,}, {order} first",
-                        "results of each": f"{results} of {mine.ranks.k}", "page": to})
+    show_table(
+        "plan",
+        {
+            "queries": f"{len(cards)} of {mine.ranks.rows:,}, {order} first",
+            "results of each": f"{results} of {mine.ranks.k}",
+            "page": to,
+        },
+    )
     weights, note = neighbor_weights(mine, other, numbers)
     if note:
         screen.print(f"note: {note}", markup=False, soft_wrap=True)
@@ -96,14 +109,20 @@ def _describe(ranks: "JudgedRanks") -> str:
 
 
 def _summary(to: str, page: str, cards: "list[Card]", missing: list[str], gallery: "Gallery") -> dict[str, Any]:
-    summary: dict[str, Any] = {"page": to, "bytes": len(page.encode()), "queries": len(cards),
-                               "images_missing": len(missing)}
+    summary: dict[str, Any] = {
+        "page": to,
+        "bytes": len(page.encode()),
+        "queries": len(cards),
+        "images_missing": len(missing),
+    }
     if missing:
         summary["first_missing"] = missing[0]
     if gallery.against is not None and gallery.judged_by is not None:
         everything = gallery.cards()
-        summary |= {"gained": sum(card.gain > 0 for card in everything),
-                    "lost": sum(card.gain < 0 for card in everything)}
+        summary |= {
+            "gained": sum(card.gain > 0 for card in everything),
+            "lost": sum(card.gain < 0 for card in everything),
+        }
     return summary
 
 

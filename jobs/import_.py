@@ -89,7 +89,13 @@ def _write(source: Any, to: str, dtype: str, skip_bad: bool, config: dict[str, A
         plan=True,
     )  # fmt: skip
     with FeatureWriter(
-        to, source.dim, dtype, labels=source.has_labels, config=config, inputs=inputs, skip_bad=skip_bad,
+        to,
+        source.dim,
+        dtype,
+        labels=source.has_labels,
+        config=config,
+        inputs=inputs,
+        skip_bad=skip_bad,
         label_names=source.label_names,
     ) as writer:
         reused = writer.finished is not None
@@ -107,8 +113,11 @@ def _write(source: Any, to: str, dtype: str, skip_bad: bool, config: dict[str, A
         "seconds": round(seconds, 3),
     }  # fmt: skip
     done = "already up to date" if reused else f"{features.rows:,} rows in {seconds:.1f} s"
-    screen.print(f"{features.uri}: {done}" + (f", {skipped:,} bad rows left out" if skipped else ""), markup=False,
-                 soft_wrap=True)
+    screen.print(
+        f"{features.uri}: {done}" + (f", {skipped:,} bad rows left out" if skipped else ""),
+        markup=False,
+        soft_wrap=True,
+    )
     return summary
 
 

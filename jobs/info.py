@@ -48,10 +48,18 @@ def describe(artifact: Any) -> dict[str, Any]:
     """All that `info` tells, ready for JSON."""
     manifest = artifact.manifest
     return {
-        "uri": artifact.place.uri, "kind": manifest.kind, "rows": manifest.rows, "bytes": manifest.total_bytes,
-        "parts": len(manifest.parts), "fields": manifest.fields, "digest": manifest.digest,
-        "format_version": manifest.format_version, "code_version": manifest.code_version, "config": manifest.config,
-        "inputs": manifest.inputs, "sample": sample(artifact),
+        "uri": artifact.place.uri,
+        "kind": manifest.kind,
+        "rows": manifest.rows,
+        "bytes": manifest.total_bytes,
+        "parts": len(manifest.parts),
+        "fields": manifest.fields,
+        "digest": manifest.digest,
+        "format_version": manifest.format_version,
+        "code_version": manifest.code_version,
+        "config": manifest.config,
+        "inputs": manifest.inputs,
+        "sample": sample(artifact),
     }
 
 
@@ -78,11 +86,13 @@ def _found_ids(ranks: Any, rows: list[dict[str, Any]]) -> list[list[Any]]:
     try:
         sets = ranks.searched()
         starts = np.cumsum([0, *(one.rows for one in sets)])
+
         def name(row: int) -> str | None:
             if row < 0:
                 return None
             number = int(np.searchsorted(starts, row, side="right")) - 1
             return sets[number].gather_ids(np.array([row - starts[number]]))[0]
+
         return [[name(row) for row in found] for found in lists]
     except (LattqeError, IndexError):
         return lists
@@ -112,16 +122,22 @@ def _lines(facts: dict[str, Any]) -> dict[str, str]:
         lines["tensors"] = f"{len(fields['tensors'])}, {_parameters(fields['tensors']):,} parameters"
     if "columns" in fields:
         lines["columns"] = ", ".join(f"{column['name']}: {column['type']}" for column in fields["columns"])
-    lines |= {"bytes": f"{human_bytes(facts['bytes'])} in {facts['parts']} parts", "digest": facts["digest"],
-              "made by": f"lattqe {facts['code_version']}"}
+    lines |= {
+        "bytes": f"{human_bytes(facts['bytes'])} in {facts['parts']} parts",
+        "digest": facts["digest"],
+        "made by": f"lattqe {facts['code_version']}",
+    }
     if "graph" in facts:
         lines |= _graph_lines(facts["graph"], facts["rows"])
     lines |= {f"with {name}": _compact(value) for name, value in facts["config"].items()}
-    lines |= {f"from {name}": f"{entry.get('uri')} ({entry.get('kind')}, digest {entry.get('digest')})"
-              for name, entry in facts["inputs"].items()}
+    lines |= {
+        f"from {name}": f"{entry.get('uri')} ({entry.get('kind')}, digest {entry.get('digest')})"
+        for name, entry in facts["inputs"].items()
+    }
     what = "metrics" if facts["kind"] == "model" else "row"
-    lines |= {f"{what} {number}" if what == "row" else what: _compact(row)
-              for number, row in enumerate(facts["sample"])}
+    lines |= {
+        f"{what} {number}" if what == "row" else what: _compact(row) for number, row in enumerate(facts["sample"])
+    }
     return lines
 
 
@@ -130,10 +146,10 @@ def _graph_lines(graph: dict[str, Any], rows: int) -> dict[str, str]:
     named, orphans = graph["in_degree"], graph["rows_in_no_list"]
     return {
         "hubs": f"Gini {named['gini']:.2f}, skewness {named['skewness']:.1f} of in-degrees; the top 1 % of the rows "
-                f"are {100 * named['share_of_top_percent']:.1f} % of all entries; row {named['largest_row']} is in "
-                f"{named['largest']:,} lists",
+        f"are {100 * named['share_of_top_percent']:.1f} % of all entries; row {named['largest_row']} is in "
+        f"{named['largest']:,} lists",
         "isolated": f"{orphans:,} rows ({100 * orphans / rows:.1f} %) are in no list, "
-                    f"{graph['rows_without_neighbors']:,} have no neighbor",
+        f"{graph['rows_without_neighbors']:,} have no neighbor",
         "first similarity": ", ".join(f"{value:.3f} at {name}" for name, value in graph["first_similarity"].items()),
     }
 

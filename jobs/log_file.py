@@ -20,8 +20,10 @@ import typer
 from lattqe.errors import LattqeError
 from lattqe.events import event
 
-Option = Annotated[str | None, typer.Option("--log-file", metavar="FILE", help="Append what happens to this file, one "
-                                                                                 "JSON object a line.")]
+Option = Annotated[
+    str | None,
+    typer.Option("--log-file", metavar="FILE", help="Append what happens to this file, one JSON object a line."),
+]
 
 # Nothing we write holds these; should a library's message ever do, it ends here.
 SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "RAY_AUTH_TOKEN")
@@ -48,8 +50,10 @@ class JsonLines(logging.Handler):
         try:
             self.file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         except OSError as error:
-            raise LattqeError(f"cannot write the log file {path} ({error.strerror}): --log-file wants a local file in "
-                              "a folder that exists") from error
+            raise LattqeError(
+                f"cannot write the log file {path} ({error.strerror}): --log-file wants a local file in "
+                "a folder that exists"
+            ) from error
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record; a full disk ends the log with one line on the screen, never the job."""
@@ -57,14 +61,19 @@ class JsonLines(logging.Handler):
             return
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         fields = getattr(record, "fields", None)
-        line = {"time": moment, "level": record.levelname.lower(),
-                "event": "message" if fields is None else record.msg, **self.always}
+        line = {
+            "time": moment,
+            "level": record.levelname.lower(),
+            "event": "message" if fields is None else record.msg,
+            **self.always,
+        }
         line |= {"logger": record.name, "message": record.getMessage()} if fields is None else fields
         try:
             os.write(self.file, f"{redacted(_json(line))}\n".encode())
         except OSError as error:
-            print(f"the log file {self.path} cannot be written ({error.strerror}): going on without it",
-                  file=sys.stderr)
+            print(
+                f"the log file {self.path} cannot be written ({error.strerror}): going on without it", file=sys.stderr
+            )
             self.close()
 
     def close(self) -> None:
@@ -122,8 +131,14 @@ def _tell_end(error: BaseException, seconds: float) -> None:
     elif isinstance(error, LattqeError):
         event("error", logging.ERROR, error=type(error).__name__, message=str(error), seconds=seconds)
     else:  # a bug: the file keeps what the screen shows
-        event("error", logging.CRITICAL, error=type(error).__name__, message=str(error), seconds=seconds,
-              traceback="".join(traceback.format_exception(error)))
+        event(
+            "error",
+            logging.CRITICAL,
+            error=type(error).__name__,
+            message=str(error),
+            seconds=seconds,
+            traceback="".join(traceback.format_exception(error)),
+        )
 
 
 def _job_name(function: Callable[..., Any]) -> str:

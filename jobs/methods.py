@@ -39,8 +39,13 @@ def method_options(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
     parameters: list[inspect.Parameter] = []
     for each in signature.parameters.values():
-        parameters += [each] if each.name != "params" else [
-            inspect.Parameter(name, each.kind, default=None, annotation=option) for name, option in options.items()]
+        parameters += (
+            [each]
+            if each.name != "params"
+            else [
+                inspect.Parameter(name, each.kind, default=None, annotation=option) for name, option in options.items()
+            ]
+        )
     job.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     job.__annotations__ = {name: kind for name, kind in function.__annotations__.items() if name != "params"} | options
     return job
@@ -64,7 +69,9 @@ def method_params(name: str, given: Mapping[str, Any], dba: bool = False) -> dic
     method, known = METHODS[name], owners()
     for key in given:
         if name not in known[key]:
-            raise LattqeError(f"{next(iter(known[key].values())).option} belongs to {', '.join(known[key])}, not to "
-                              f"{name}: leave it out")
+            raise LattqeError(
+                f"{next(iter(known[key].values())).option} belongs to {', '.join(known[key])}, not to "
+                f"{name}: leave it out"
+            )
     model = {"model": model_address(given.get("model"))} if method.learned else {}
     return {**given, **model, **(method.row_params if dba else {})}

@@ -44,15 +44,20 @@ def main(
     features: Annotated[str, typer.Argument(help="The feature set: a folder or s3://bucket/prefix.")],
     to: Annotated[str, typer.Option("--to", help="Where the graph goes.")],
     k: Annotated[int, typer.Option("-k", min=1, help="Neighbors for each row, never the row itself.")] = 64,
-    against: Annotated[str | None, typer.Option(help="A second set (distractors), its rows numbered after the first's: "
-                                                     "the graph of both together.")] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="A second set (distractors), its rows numbered after the first's: the graph of both together."
+        ),
+    ] = None,
     into: Annotated[str | None, typer.Option(help="The second set's own graph, made before and shared.")] = None,
     workers: Workers = None,
     address: Address = None,
     cache: Cache = None,
     block_rows: Annotated[int | None, typer.Option(min=1, help="Rows of a block; by default as fit.")] = None,
-    engine: Annotated[Engine, typer.Option(help="faiss: it finds the candidates, each list is certified; the same "
-                                                "graph.")] = Engine.lattqe,
+    engine: Annotated[
+        Engine, typer.Option(help="faiss: it finds the candidates, each list is certified; the same graph.")
+    ] = Engine.lattqe,
     json: Json = False,
 ) -> None:
     """Find the exact k nearest neighbors of every row among all other rows.
@@ -64,8 +69,15 @@ def main(
     from lattqe.store import find_manifest, open_place
 
     # Workers may run elsewhere: addresses are made absolute here.
-    task = GraphTask(open_place(features).uri, open_place(to).uri, k, against and open_place(against).uri,
-                     into and open_place(into).uri, cache, engine=engine.value)
+    task = GraphTask(
+        open_place(features).uri,
+        open_place(to).uri,
+        k,
+        against and open_place(against).uri,
+        into and open_place(into).uri,
+        cache,
+        engine=engine.value,
+    )
     facts: dict[str, Any]
     check_sets(task)
     rows = sum(each.rows for each in open_sets(task))
@@ -97,23 +109,32 @@ def neighbors_here(task: "GraphTask") -> "tuple[Manifest, dict[str, Any]]":
     task = replace(task, kind=kind)
     rows, dim = sum(each.rows for each in sets), sets[0].dim
     products = rows * rows // 2
-    show_table("plan", {"rows": f"{rows:,} × {dim} {sets[0].dtype}, k = {task.k}",
-                        "where": "in this process: --workers or --address ask for Ray",
-                        "graph": human_bytes(8 * task.k * rows),
-                        "products": f"{2e-12 * products * dim:.3g} TFLOP in {kind}",
-                        "expected time": f"{human_time(products / rate)} at {2e-9 * rate * dim:.0f} GFLOP/s"})
+    show_table(
+        "plan",
+        {
+            "rows": f"{rows:,} × {dim} {sets[0].dtype}, k = {task.k}",
+            "where": "in this process: --workers or --address ask for Ray",
+            "graph": human_bytes(8 * task.k * rows),
+            "products": f"{2e-12 * products * dim:.3g} TFLOP in {kind}",
+            "expected time": f"{human_time(products / rate)} at {2e-9 * rate * dim:.0f} GFLOP/s",
+        },
+    )
     with progress_bar("products, millions", products // PROGRESS_UNIT + 1) as bar:
         seconds = build_graph(task, _in_millions(bar, 0))
     total = seconds.pop("all")
     return pending.finish(), {
-        "seconds": round(total, 2), "gflops": round(2 * products * dim / max(total, 1e-9) / 1e9, 1),
-        "products": kind, "workers": 0,
+        "seconds": round(total, 2),
+        "gflops": round(2 * products * dim / max(total, 1e-9) / 1e9, 1),
+        "products": kind,
+        "workers": 0,
         "worker_seconds": {name: round(spent, 2) for name, spent in sorted(seconds.items())},
-        "peak_worker_bytes": peak_bytes()}
+        "peak_worker_bytes": peak_bytes(),
+    }
 
 
-def neighbors(task: "GraphTask", workers: int | None = None,
-              block_rows: int | None = None) -> "tuple[Manifest, dict[str, Any]]":
+def neighbors(
+    task: "GraphTask", workers: int | None = None, block_rows: int | None = None
+) -> "tuple[Manifest, dict[str, Any]]":
     """Plan, compute what is missing, publish, within a Ray session: the manifest, and what it took."""
     from cluster.graph import build_graph, prepare_graph, products_left
 
@@ -143,15 +164,19 @@ def show_plan(task: "GraphTask", plan: "GraphPlan", left: int) -> None:
     """Print what is going to happen, before it does."""
     expected = plan.seconds * left / max(plan.products, 1)
     speed = plan.products_per_second * plan.dim * 2 / 1e9
-    show_table("plan", {
-        "rows": f"{plan.rows:,} × {plan.dim} {plan.dtype}, k = {task.k}",
-        "workers": f"{plan.workers}, each with " + ", ".join(f"{v:g} {n[4:]}" for n, v in plan.resources.items()),
-        "blocks": f"{plan.cut.blocks} of up to {plan.largest:,} rows, {len(plan.cut.pairs())} pairs",
-        "memory of a worker": human_bytes(plan.worker_bytes),
-        "unfinished lists": f"up to {human_bytes(plan.work_bytes)} in {task.to}/_work",
-        "graph": human_bytes(8 * task.k * plan.rows),
-        "products": f"{plan.flops / 1e12:.3g} TFLOP, {100 * (1 - left / max(plan.products, 1)):.0f} % of them done",
-        "expected time": f"{human_time(expected)} at {speed:.0f} GFLOP/s a worker, products in {plan.kind}"})
+    show_table(
+        "plan",
+        {
+            "rows": f"{plan.rows:,} × {plan.dim} {plan.dtype}, k = {task.k}",
+            "workers": f"{plan.workers}, each with " + ", ".join(f"{v:g} {n[4:]}" for n, v in plan.resources.items()),
+            "blocks": f"{plan.cut.blocks} of up to {plan.largest:,} rows, {len(plan.cut.pairs())} pairs",
+            "memory of a worker": human_bytes(plan.worker_bytes),
+            "unfinished lists": f"up to {human_bytes(plan.work_bytes)} in {task.to}/_work",
+            "graph": human_bytes(8 * task.k * plan.rows),
+            "products": f"{plan.flops / 1e12:.3g} TFLOP, {100 * (1 - left / max(plan.products, 1)):.0f} % of them done",
+            "expected time": f"{human_time(expected)} at {speed:.0f} GFLOP/s a worker, products in {plan.kind}",
+        },
+    )
 
 
 def human_time(seconds: float) -> str:
@@ -164,12 +189,18 @@ def human_time(seconds: float) -> str:
 
 def facts_of(summary: "GraphSummary", plan: "GraphPlan", left: int) -> dict[str, Any]:
     """What it took, for scripts."""
-    return {"seconds": round(summary.blocks.seconds, 2), "seconds_after_start": round(summary.working, 2),
-            "gflops": round(2 * left * plan.dim / max(summary.working, 1e-9) / 1e9, 1),
-            "worker_seconds": {name: round(spent, 2) for name, spent in sorted(summary.seconds.items())},
-            "products": plan.kind, "workers": plan.workers,
-            "balance": round(summary.balance, 3), "peak_worker_bytes": summary.peak_bytes,
-            "retries": summary.blocks.retries, "workers_lost": summary.blocks.actors_lost}
+    return {
+        "seconds": round(summary.blocks.seconds, 2),
+        "seconds_after_start": round(summary.working, 2),
+        "gflops": round(2 * left * plan.dim / max(summary.working, 1e-9) / 1e9, 1),
+        "worker_seconds": {name: round(spent, 2) for name, spent in sorted(summary.seconds.items())},
+        "products": plan.kind,
+        "workers": plan.workers,
+        "balance": round(summary.balance, 3),
+        "peak_worker_bytes": summary.peak_bytes,
+        "retries": summary.blocks.retries,
+        "workers_lost": summary.blocks.actors_lost,
+    }
 
 
 def _readable(name: str, value: Any) -> Any:

@@ -38,12 +38,22 @@ def main(
     to: Annotated[str, typer.Option("--to", help="Where the ranks go.")],
     k: Annotated[int, typer.Option("-k", min=1, help="Rows for each query.")] = 100,
     expand: Annotated[str | None, typer.Option(help=f"Expand queries: {NAMES}.")] = None,
-    nqe: Annotated[int | None, typer.Option(min=1, help="Neighbors to expand from; by default the model's, over an "
-                                                        "augmented index those chosen for it; or the paper's.")] = None,
+    nqe: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Neighbors to expand from; by default the model's, over an "
+            "augmented index those chosen for it; or the paper's.",
+        ),
+    ] = None,
     params: dict[str, Any] | None = None,
     distractors: Annotated[str | None, typer.Option(help="A feature set whose rows follow the database's.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Shards on Ray; by default none up to 50,000 rows, else "
-                                                            "one for each GPU, or by CPUs and rows.")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Shards on Ray; by default none up to 50,000 rows, else one for each GPU, or by CPUs and rows."
+        ),
+    ] = None,
     address: Address = None,
     cache: Cache = None,
     json: Json = False,
@@ -58,8 +68,9 @@ def main(
     asked = FeatureSet.open(queries, cache)
     for other in (asked, *sources[1:]):
         if other.dim != sources[0].dim:
-            raise LattqeError(f"{other.uri} has {other.dim} dimensions and {database} {sources[0].dim}: use features "
-                              "of one extractor")
+            raise LattqeError(
+                f"{other.uri} has {other.dim} dimensions and {database} {sources[0].dim}: use features of one extractor"
+            )
     expansion = make_expansion(expand, nqe, params or {}, sources[0])
     rows = sum(each.rows for each in sources)
     if k > rows:
@@ -77,8 +88,9 @@ def main(
 
 
 @contextmanager
-def open_index(sources: "list[FeatureSet]", workers: int | None, address: str | None,
-               cache: str | None) -> "Iterator[tuple[Index, dict[str, str]]]":
+def open_index(
+    sources: "list[FeatureSet]", workers: int | None, address: str | None, cache: str | None
+) -> "Iterator[tuple[Index, dict[str, str]]]":
     """The rows of all sources as one index, in this process while there are few, else in shards on Ray; and where."""
     from cluster import runs_here
 
@@ -92,8 +104,13 @@ def open_index(sources: "list[FeatureSet]", workers: int | None, address: str | 
 
         with ShardedIndex([each.uri for each in sources], workers, cache=cache) as index:
             bundle = ", ".join(f"{amount:g} {name}" for name, amount in index.bundle.items())
-            yield index, {"where": f"{index.shards} shards of {human_bytes(index.shard_bytes)} on Ray",
-                          "each shard has": bundle}
+            yield (
+                index,
+                {
+                    "where": f"{index.shards} shards of {human_bytes(index.shard_bytes)} on Ray",
+                    "each shard has": bundle,
+                },
+            )
 
 
 @dataclass(frozen=True)
@@ -112,8 +129,9 @@ class Expansion:
         return {"method": self.method.name, "k": self.k, "params": params}
 
 
-def make_expansion(name: str | None, nqe: int | None, given: dict[str, Any],
-                   database: "FeatureSet") -> Expansion | None:
+def make_expansion(
+    name: str | None, nqe: int | None, given: dict[str, Any], database: "FeatureSet"
+) -> Expansion | None:
     """The expansion that the options ask for; options without one, and models that do not fit, are refused by name."""
     if name is None:
         alone = [*(["nqe"] if nqe is not None else []), *given]
@@ -134,8 +152,9 @@ def make_expansion(name: str | None, nqe: int | None, given: dict[str, Any],
     return Expansion(method, k, model_inputs(method.params), chosen)
 
 
-def begin_ranks(to: str, k: int, sources: "list[FeatureSet]", asked: "FeatureSet",
-                expansion: Expansion | None) -> "Pending":
+def begin_ranks(
+    to: str, k: int, sources: "list[FeatureSet]", asked: "FeatureSet", expansion: Expansion | None
+) -> "Pending":
     """Claim the destination, or join an earlier run of the same search."""
     from lattqe.store import Pending
 
@@ -149,21 +168,29 @@ def begin_ranks(to: str, k: int, sources: "list[FeatureSet]", asked: "FeatureSet
     return Pending.begin(to, "ranks", {"k": k}, part_rows, config=config, inputs=inputs)
 
 
-def show_plan(index: "Index", where: dict[str, str], asked: "FeatureSet", k: int, expansion: Expansion | None,
-              pending: "Pending") -> None:
+def show_plan(
+    index: "Index", where: dict[str, str], asked: "FeatureSet", k: int, expansion: Expansion | None, pending: "Pending"
+) -> None:
     """Print what is going to happen."""
     rounds = 1 if expansion is None else 2
     parts, missing = len(pending.part_rows), len(pending.missing())
-    show_table("plan", {
-        "database": f"{index.rows:,} × {index.dim}", **where,
-        "queries": f"{asked.rows:,}, k = {k}, {parts - missing} of {parts} parts done",
-        "expansion": "none" if expansion is None else
-        f"{expansion.method.name} from {expansion.k} neighbors ({expansion.chosen})",
-        "products": f"{2e-12 * rounds * asked.rows * index.rows * index.dim:.3g} TFLOP"})
+    show_table(
+        "plan",
+        {
+            "database": f"{index.rows:,} × {index.dim}",
+            **where,
+            "queries": f"{asked.rows:,}, k = {k}, {parts - missing} of {parts} parts done",
+            "expansion": "none"
+            if expansion is None
+            else f"{expansion.method.name} from {expansion.k} neighbors ({expansion.chosen})",
+            "products": f"{2e-12 * rounds * asked.rows * index.rows * index.dim:.3g} TFLOP",
+        },
+    )
 
 
-def answer(index: "Index", asked: "FeatureSet", k: int, expansion: Expansion | None,
-           pending: "Pending") -> dict[str, Any]:
+def answer(
+    index: "Index", asked: "FeatureSet", k: int, expansion: Expansion | None, pending: "Pending"
+) -> dict[str, Any]:
     """Search the missing parts and publish each; return the seconds it took."""
     from lattqe.expansion.rows import expand_queries
     from lattqe.search.pairing import Clock
@@ -186,8 +213,13 @@ def answer(index: "Index", asked: "FeatureSet", k: int, expansion: Expansion | N
             bar.advance(stop - start)
     seconds = {name: round(spent, 2) for name, spent in clock.seconds.items()}
     total = seconds.pop("all")
-    return {"seconds": total, "queries_per_second": round((asked.rows - done) / max(total, 1e-9), 1),
-            "spent": seconds, "shards": getattr(index, "shards", 0), "shard_failures": getattr(index, "failures", 0)}
+    return {
+        "seconds": total,
+        "queries_per_second": round((asked.rows - done) / max(total, 1e-9), 1),
+        "spent": seconds,
+        "shards": getattr(index, "shards", 0),
+        "shard_failures": getattr(index, "failures", 0),
+    }
 
 
 app = command(main)

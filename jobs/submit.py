@@ -50,8 +50,10 @@ def main(
         entrypoint = shlex.join(["python", "-m", "cluster.environment", modules[job[0]], *job[1:]])
         environment = {"working_dir": folder, "env_vars": {SEALED: sealed}}
         number = hand_over(client, entrypoint, environment)
-    screen.print(f"submitted {number}; follow it elsewhere with: ray job logs --follow {number} --address {address}",
-                 soft_wrap=True)
+    screen.print(
+        f"submitted {number}; follow it elsewhere with: ray job logs --follow {number} --address {address}",
+        soft_wrap=True,
+    )
     raise SystemExit(follow(client, number))
 
 
@@ -64,9 +66,10 @@ def connect(address: str) -> "JobSubmissionClient":
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise LattqeError(f"no Ray job server answers at {address} ({_first_line(error)}): start the cluster with its "
-                          "dashboard, and forward port 8265 if it is remote (`ray dashboard ray_cluster.yaml`)"
-                          ) from error
+        raise LattqeError(
+            f"no Ray job server answers at {address} ({_first_line(error)}): start the cluster with its "
+            "dashboard, and forward port 8265 if it is remote (`ray dashboard ray_cluster.yaml`)"
+        ) from error
 
 
 def hand_over(client: "JobSubmissionClient", entrypoint: str, environment: dict[str, Any]) -> str:
@@ -79,8 +82,10 @@ def hand_over(client: "JobSubmissionClient", entrypoint: str, environment: dict[
             if "try again later" in str(error) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
                 continue
-            raise LattqeError(f"the cluster did not take the job ({_first_line(error)}): look at it with `lattqe "
-                              "doctor --address HEAD:6379`, then submit it again") from error
+            raise LattqeError(
+                f"the cluster did not take the job ({_first_line(error)}): look at it with `lattqe "
+                "doctor --address HEAD:6379`, then submit it again"
+            ) from error
         event("submitted", submission=number)
         return number
 
@@ -105,8 +110,10 @@ def follow(client: "JobSubmissionClient", number: str) -> int:
         screen.print(f"{number} goes on; stop it with: ray job stop {number}")
         raise SystemExit(EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED) from None
     except (OSError, RuntimeError) as error:
-        raise LattqeError(f"the cluster does not answer any more ({_first_line(error)}); {number} may go on: ask with "
-                          f"`ray job status {number}`") from error
+        raise LattqeError(
+            f"the cluster does not answer any more ({_first_line(error)}); {number} may go on: ask with "
+            f"`ray job status {number}`"
+        ) from error
     if info.driver_exit_code is not None:
         return int(info.driver_exit_code)
     return 0 if info.status == "SUCCEEDED" else 1

@@ -14,8 +14,11 @@ def main(
     to: str = typer.Option(..., "--to", help="where the model goes: a folder or s3://bucket/prefix"),
     val: list[str] = typer.Option(..., "--val", help="labelled database to validate on; may be repeated"),
     queries: list[str] = typer.Option(
-        [], "--queries", help="labelled queries, one for each --val in the same order; without any, the rows of each "
-        "--val query each other, each leaving itself out (as do queries whose ids are in the database)"),
+        [],
+        "--queries",
+        help="labelled queries, one for each --val in the same order; without any, the rows of each "
+        "--val query each other, each leaving itself out (as do queries whose ids are in the database)",
+    ),
     neighbors: list[str] = typer.Option([], "--neighbors", help="graph of each feature set; else computed"),
     preset: str = typer.Option("paper", "--preset", help="paper, photos, universal or demo: see docs/training.md"),
     settings: list[str] = typer.Option([], "--set", help="change a setting: steps=1000, network.heads=8, ..."),
@@ -76,8 +79,7 @@ def train_with_progress(plan: Any, workers: int, threads: int) -> None:
     workers = workers or max(1, gpus_available())
     threads = threads or threads_for(workers)
     resumed = {"continuing at update": f"{done:,}"} if done else {}
-    show_table("train", _plan_rows(plan) | {"workers × threads": f"{workers} × {threads}", **resumed},
-               plan=True)
+    show_table("train", _plan_rows(plan) | {"workers × threads": f"{workers} × {threads}", **resumed}, plan=True)
     with ExitStack() as stack:
         bar, told = None, done
 
@@ -136,14 +138,17 @@ def _show_result(result: dict[str, Any]) -> None:
     hops = result.get("hops", 1)
     with_dba = found["dba"][setting_name(result["ndba"], hops)][str(result["nqe_with_dba"])]
     over = f" over {hops} hops" if hops > 1 else ""
-    show_table("model", {
-        "validation mAP": f"{none:.2f} without expansion",
-        f"LAttQE, nQE {result['nqe']}": f"{found['qe'][str(result['nqe'])]['mean']:.2f}",
-        f"LAttDBA + LAttQE, nDBA {result['ndba']}{over}, nQE {result['nqe_with_dba']}": f"{with_dba:.2f}",
-        "best update": f"{result['best']['step']:,}",
-        "seconds": f"{result['seconds']:.0f}",
-        "model": result["model"],
-    })
+    show_table(
+        "model",
+        {
+            "validation mAP": f"{none:.2f} without expansion",
+            f"LAttQE, nQE {result['nqe']}": f"{found['qe'][str(result['nqe'])]['mean']:.2f}",
+            f"LAttDBA + LAttQE, nDBA {result['ndba']}{over}, nQE {result['nqe_with_dba']}": f"{with_dba:.2f}",
+            "best update": f"{result['best']['step']:,}",
+            "seconds": f"{result['seconds']:.0f}",
+            "model": result["model"],
+        },
+    )
 
 
 app = command(main)

@@ -13,8 +13,13 @@ EXIT_WRONG = 1
 
 def main(
     uri: Annotated[str, typer.Argument(help="A feature set, neighbor graph, list of ranks or model.")],
-    recompute: Annotated[int, typer.Option(min=0, help="Of an augmented index: compute that many random rows again "
-                                                       "from the recorded inputs and compare.")] = 0,
+    recompute: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Of an augmented index: compute that many random rows again from the recorded inputs and compare.",
+        ),
+    ] = 0,
 ) -> None:
     """Check every checksum and every invariant of a stored artifact: exit code 0, or 1 and the first fault."""
     from lattqe.store.artifacts import open_artifact, verify_artifact
@@ -35,8 +40,11 @@ def main(
         screen.print(" ".join(str(error).split()), markup=False, soft_wrap=True)
         raise SystemExit(EXIT_WRONG) from None
     rows = f", {manifest.rows:,} rows" if manifest.rows else ""
-    screen.print(f"sound: {describe_kind(manifest.kind)}{rows}, {human_bytes(total)} in "
-                 f"{time.monotonic() - started:.1f} s", markup=False, soft_wrap=True)
+    screen.print(
+        f"sound: {describe_kind(manifest.kind)}{rows}, {human_bytes(total)} in {time.monotonic() - started:.1f} s",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def check_model(uri: str) -> None:

@@ -9,8 +9,9 @@ from jobs.log_file import logged
 
 Json = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")]
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", help=__doc__,
-                  no_args_is_help=True)
+app = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", help=__doc__, no_args_is_help=True
+)
 
 
 @app.command(cls=PlainCommand)
@@ -31,8 +32,11 @@ def learn(
     from lattqe.whitening import learn as learn_whitening
 
     opened = FeatureSet.open(features)
-    show_table("whiten learn", {"features": f"{opened.rows} × {opened.dim}", "method": method,
-                                "covariance": human_bytes(8 * opened.dim**2)}, plan=True)
+    show_table(
+        "whiten learn",
+        {"features": f"{opened.rows} × {opened.dim}", "method": method, "covariance": human_bytes(8 * opened.dim**2)},
+        plan=True,
+    )
     whitening = learn_whitening(opened, method, dim)
     manifest = whitening.save(to, {"features": opened.as_input()})
     _tell({"uri": to, "digest": manifest.digest, "input_dim": whitening.input_dim, **whitening.config}, json)
@@ -58,8 +62,9 @@ def apply(
 
     opened = FeatureSet.open(features)
     with progress_bar("whiten", opened.rows) as bar:
-        manifest = whiten_features(opened, whitening, to, check_dtype(dtype) if dtype else None,
-                                   on_part=lambda rows, total: bar.advance(rows))
+        manifest = whiten_features(
+            opened, whitening, to, check_dtype(dtype) if dtype else None, on_part=lambda rows, total: bar.advance(rows)
+        )
     _tell({"uri": to, "rows": manifest.rows, "dim": manifest.fields["dim"], "digest": manifest.digest}, json)
 
 

@@ -6,6 +6,7 @@ rows must be the CPU's within a tolerance; and the rates that the plans depend o
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,14 +45,22 @@ def accept(device: torch.device, rows: int = ROWS) -> dict[str, Any]:
     second = faiss_graph(x, K, clock=clock)
     checks["faiss agrees"] = {"passed": bool((second[0] == expected[0]).all()), "uncertain": clock.counts["uncertain"]}
     checks["augmentation"] = augmentation(x[:400], device)
-    return {"device": str(device), "name": name_of(device), "torch": torch.__version__, "cuda": torch.version.cuda,
-            "passed": all(check["passed"] for check in checks.values()), "checks": checks, "rates": rates(device)}
+    return {
+        "device": str(device),
+        "name": name_of(device),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "passed": all(check["passed"] for check in checks.values()),
+        "checks": checks,
+        "rates": rates(device),
+    }
 
 
 def kinds_on(device: torch.device) -> dict[str, Products]:
     """All kinds of products that a torch device has; on the CPU those that serve GPUs elsewhere."""
-    return {kind: TorchProducts(device) if kind == "float32" else CoarseTorchProducts(device, kind)
-            for kind in GPU_KINDS}
+    return {
+        kind: TorchProducts(device) if kind == "float32" else CoarseTorchProducts(device, kind) for kind in GPU_KINDS
+    }
 
 
 ATTACKS: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
@@ -83,8 +92,10 @@ def augmentation(x: np.ndarray, device: torch.device) -> dict[str, Any]:
 
     ids, scores = knn_graph(x, min(256, len(x) - 1))
     index, rows = FlatIndex(x), np.arange(len(x))
-    there, here = (augment_rows(index, rows, scores, ids, AttentionExpansion(dba=True, device=name), 32).vectors
-                   for name in (str(device), "cpu"))
+    there, here = (
+        augment_rows(index, rows, scores, ids, AttentionExpansion(dba=True, device=name), 32).vectors
+        for name in (str(device), "cpu")
+    )
     worst = float(np.abs(there - here).max())
     return {"passed": worst <= TOLERANCE, "largest difference": worst}
 
@@ -96,8 +107,8 @@ def rates(device: torch.device) -> dict[str, float]:
     found = {}
     for kind, products in kinds_on(device).items():
         block = Block.load(x, products, widen=True)
-        found[f"{kind}, GFLOP/s"] = 2 * side**2 * 512 / _seconds(
-            lambda: products.multiply(block.held, block.held), device) / 1e9  # noqa: B023 - called at once
+        seconds = _seconds(partial(products.multiply, block.held, block.held), device)
+        found[f"{kind}, GFLOP/s"] = 2 * side**2 * 512 / seconds / 1e9
     products = TorchProducts(device)
     tile = products.multiply(products.hold(x), products.hold(x))
     threshold = products.kth(tile, 20)

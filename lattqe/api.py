@@ -41,7 +41,7 @@ class Found(NamedTuple):
     """Lists of rows: scores D (n, k) float32, best first, and row numbers I (n, k) int32, -1 where there are fewer."""
 
     D: np.ndarray
-    I: np.ndarray  # noqa: E741
+    I: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RankedQueries:
 
     ids: list[str]
     D: np.ndarray
-    I: np.ndarray  # noqa: E741
+    I: np.ndarray
 
 
 def load(uri: str | Path) -> Features | Found | RankedQueries | LAttQE:
@@ -69,8 +69,12 @@ def load(uri: str | Path) -> Features | Found | RankedQueries | LAttQE:
     kind = read_manifest(open_place(uri)).kind
     if kind == "features":
         stored = FeatureSet.open(str(uri))
-        return Features(stored.read(), stored.ids(), stored.labels() if stored.has_labels else None,
-                        None if stored.label_names is None else list(stored.label_names))
+        return Features(
+            stored.read(),
+            stored.ids(),
+            stored.labels() if stored.has_labels else None,
+            None if stored.label_names is None else list(stored.label_names),
+        )
     if kind == "neighbors":
         return Found(*NeighborGraph.open(str(uri)).read()[::-1])
     if kind == "ranks":
@@ -95,23 +99,40 @@ def neighbors(x: Vectors, k: int = 64, *, progress: Progress | None = None) -> F
     return Found(*knn_graph(x, k, device=_gpu("auto"), clock=ProductClock(advance))[::-1])
 
 
-def search(xq: Vectors, xb: Vectors, k: int = 100, expand: str | Method | None = None, nqe: int | None = None, *,
-           progress: Progress | None = None, **params: Any) -> Found:
+def search(
+    xq: Vectors,
+    xb: Vectors,
+    k: int = 100,
+    expand: str | Method | None = None,
+    nqe: int | None = None,
+    *,
+    progress: Progress | None = None,
+    **params: Any,
+) -> Found:
     """The exact k best rows of xb (nb, D) for each query of xq (nq, D), expanded first if `expand` names a method.
 
     nqe: neighbors to expand from; params: the method's, as in `lattqe.expand`.
     """
     if expand is None and (nqe is not None or params):
-        raise LattqeError(f"{', '.join([*(['nqe'] if nqe is not None else []), *params])} given without expand: name "
-                          "the method, as in expand='alphaqe'")
+        raise LattqeError(
+            f"{', '.join([*(['nqe'] if nqe is not None else []), *params])} given without expand: name "
+            "the method, as in expand='alphaqe'"
+        )
     queries, rows = _unit_rows(xq, "xq"), _unit_rows(xb, "xb")
     if expand is not None:
         queries = _expanded(queries, xb, rows, expand, nqe, progress, params)
     return Found(*FlatIndex(rows, _gpu("auto")).search(queries, k))
 
 
-def expand(xq: Vectors, xb: Vectors, method: str | Method = "lattqe", k: int | None = None, *,
-           progress: Progress | None = None, **params: Any) -> np.ndarray:
+def expand(
+    xq: Vectors,
+    xb: Vectors,
+    method: str | Method = "lattqe",
+    k: int | None = None,
+    *,
+    progress: Progress | None = None,
+    **params: Any,
+) -> np.ndarray:
     """Expand queries xq (nq, D) from their k nearest rows of xb (nb, D): (nq, D) float32, L2-normalised.
 
     `method` is one of aqe, aqewd, alphaqe, dqe, lattqe, … (or what `create` gave), `params` its parameters (alpha; C,
@@ -121,8 +142,15 @@ def expand(xq: Vectors, xb: Vectors, method: str | Method = "lattqe", k: int | N
     return _expanded(_unit_rows(xq, "xq"), xb, _unit_rows(xb, "xb"), method, k, progress, params)
 
 
-def _expanded(xq: np.ndarray, given: Vectors, xb: np.ndarray, method: str | Method, k: int | None,
-              progress: Progress | None, params: dict[str, Any]) -> np.ndarray:
+def _expanded(
+    xq: np.ndarray,
+    given: Vectors,
+    xb: np.ndarray,
+    method: str | Method,
+    k: int | None,
+    progress: Progress | None,
+    params: dict[str, Any],
+) -> np.ndarray:
     theta = _method(method, params)
     if not len(xb):
         return xq.astype(np.float32)
@@ -139,8 +167,16 @@ def _expanded(xq: np.ndarray, given: Vectors, xb: np.ndarray, method: str | Meth
     return expand_queries(FlatIndex(xb, _gpu(theta.device)), xq, theta, k, on_done=advance).vectors
 
 
-def augment(xb: Vectors, method: str | Method = "lattqe", k: int | None = None, *, hops: int | None = None,
-            hop_alpha: float | None = None, progress: Progress | None = None, **params: Any) -> np.ndarray:
+def augment(
+    xb: Vectors,
+    method: str | Method = "lattqe",
+    k: int | None = None,
+    *,
+    hops: int | None = None,
+    hop_alpha: float | None = None,
+    progress: Progress | None = None,
+    **params: Any,
+) -> np.ndarray:
     """Expand every row of xb (nb, D) from its k nearest other rows (database-side augmentation): (nb, D) float32.
 
     As `expand`; only original vectors are read, a row is never its own neighbor (its duplicates may be), and lattqe
@@ -157,7 +193,7 @@ def augment(xb: Vectors, method: str | Method = "lattqe", k: int | None = None, 
     if not len(xb):
         return xb.astype(np.float32)
     device = _gpu(theta.device)
-    I, D = knn_graph(xb, list_lengths(theta, k, max(len(xb) - 1, 1))[1], device=device)  # noqa: E741
+    I, D = knn_graph(xb, list_lengths(theta, k, max(len(xb) - 1, 1))[1], device=device)
     index = FlatIndex(xb, device)
     table = shared_table(theta, len(xb), [xb]) if shares(theta, len(xb)) else None
     out = np.empty(xb.shape, dtype=np.float32)
@@ -174,9 +210,15 @@ def augment(xb: Vectors, method: str | Method = "lattqe", k: int | None = None, 
     return hop(np.concatenate(weights), np.concatenate(rows_of), xb, alpha, hops) if hops > 1 else out
 
 
-def evaluate(ranks: np.ndarray | Found | str | Path, truth: GroundTruth | str | Path | None = None, *,
-             labels: np.ndarray | None = None, query_labels: np.ndarray | None = None,
-             query_rows: np.ndarray | None = None, ks: tuple[int, ...] = (1, 5, 10)) -> dict[str, Scores]:
+def evaluate(
+    ranks: np.ndarray | Found | str | Path,
+    truth: GroundTruth | str | Path | None = None,
+    *,
+    labels: np.ndarray | None = None,
+    query_labels: np.ndarray | None = None,
+    query_rows: np.ndarray | None = None,
+    ks: tuple[int, ...] = (1, 5, 10),
+) -> dict[str, Scores]:
     """Score rankings I (nq, k), what `search` gave, or stored ranks: `Scores` by setup (easy, medium, hard; or label).
 
     truth: a ground-truth file (gnd_*.pkl, .json) or object. Without one, labels (nb,) of the rows with query_labels

@@ -58,10 +58,17 @@ class Groups:
 
     def summary(self) -> dict[str, Any]:
         """Counts and shares, JSON-able."""
-        return {"rows": self.total, "threshold": self.threshold, "groups": len(self.sizes),
-                "rows_in_groups": len(self.rows), "share_in_groups": len(self.rows) / self.total,
-                "redundant": len(self.redundant), "share_redundant": len(self.redundant) / self.total,
-                "largest_group": int(self.sizes.max(initial=0)), "rows_with_full_lists": self.full}
+        return {
+            "rows": self.total,
+            "threshold": self.threshold,
+            "groups": len(self.sizes),
+            "rows_in_groups": len(self.rows),
+            "share_in_groups": len(self.rows) / self.total,
+            "redundant": len(self.redundant),
+            "share_redundant": len(self.redundant) / self.total,
+            "largest_group": int(self.sizes.max(initial=0)),
+            "rows_with_full_lists": self.full,
+        }
 
 
 def check_threshold(threshold: float) -> float:
@@ -71,16 +78,22 @@ def check_threshold(threshold: float) -> float:
     return threshold
 
 
-def find_groups(features: FeatureSet, graph: NeighborGraph, threshold: float = THRESHOLD,
-                on_done: Callable[[int], None] = lambda _: None) -> Groups:
+def find_groups(
+    features: FeatureSet,
+    graph: NeighborGraph,
+    threshold: float = THRESHOLD,
+    on_done: Callable[[int], None] = lambda _: None,
+) -> Groups:
     """Groups of near-duplicates from the set's own graph; nothing is searched. `on_done(n)` hears of rows read."""
     check_threshold(threshold)
     made_from = graph.manifest.inputs.get("features", {}).get("digest", features.digest)
     if graph.rows != features.rows or made_from != features.digest:
-        raise LattqeError(f"{graph.uri} is not the graph of {features.uri}: make it with "
-                          f"`lattqe neighbors {features.uri} -k 64 --to GRAPH`")
+        raise LattqeError(
+            f"{graph.uri} is not the graph of {features.uri}: make it with "
+            f"`lattqe neighbors {features.uri} -k 64 --to GRAPH`"
+        )
     ones, others, scores, full = [], [], [], 0
-    for start, I, D in graph.blocks(BLOCK_ROWS):  # noqa: E741
+    for start, I, D in graph.blocks(BLOCK_ROWS):
         near = (threshold <= D) & (I >= 0)
         at, column = np.nonzero(near)
         ones.append(at + start)
@@ -92,8 +105,9 @@ def find_groups(features: FeatureSet, graph: NeighborGraph, threshold: float = T
     return _grouped(features, threshold, one, other, score, full)
 
 
-def _grouped(features: FeatureSet, threshold: float, one: IntArray, other: IntArray, score: NDArray[np.float32],
-             full: int) -> Groups:
+def _grouped(
+    features: FeatureSet, threshold: float, one: IntArray, other: IntArray, score: NDArray[np.float32], full: int
+) -> Groups:
     """Connected components of the pairs (one, other); the representative has the most pairs, then the closest."""
     n = features.rows
     joined = coo_array((np.ones(len(one), np.int8), (one, other)), shape=(n, n)).tocsr()
@@ -111,8 +125,15 @@ def _grouped(features: FeatureSet, threshold: float, one: IntArray, other: IntAr
     by_group = np.lexsort((members, group))
     chosen = members[first]  # one row for each group, in the order of the groups
     rows, groups = members[by_group], group[by_group]
-    return Groups(n, threshold, groups, rows, rows == chosen[groups] if len(groups) else np.zeros(0, bool),
-                  _similarities(features, rows, chosen[groups] if len(groups) else rows), full)
+    return Groups(
+        n,
+        threshold,
+        groups,
+        rows,
+        rows == chosen[groups] if len(groups) else np.zeros(0, bool),
+        _similarities(features, rows, chosen[groups] if len(groups) else rows),
+        full,
+    )
 
 
 def _similarities(features: FeatureSet, ones: IntArray, others: IntArray) -> NDArray[np.float32]:
@@ -137,32 +158,45 @@ class Leakage:
 
     def summary(self) -> dict[str, Any]:
         """Counts and shares, JSON-able."""
-        return {"rows": self.asked, "threshold": self.threshold, "leaked": len(self.rows),
-                "share_leaked": len(self.rows) / max(self.asked, 1)}
+        return {
+            "rows": self.asked,
+            "threshold": self.threshold,
+            "leaked": len(self.rows),
+            "share_leaked": len(self.rows) / max(self.asked, 1),
+        }
 
 
-def find_leakage(features: FeatureSet, other: FeatureSet, threshold: float = THRESHOLD, ranks: Ranks | None = None,
-                 sample: IntArray | None = None, on_done: Callable[[int], None] = lambda _: None) -> Leakage:
+def find_leakage(
+    features: FeatureSet,
+    other: FeatureSet,
+    threshold: float = THRESHOLD,
+    ranks: Ranks | None = None,
+    sample: IntArray | None = None,
+    on_done: Callable[[int], None] = lambda _: None,
+) -> Leakage:
     """Rows of `other` whose best row of `features` reaches the threshold, searched here or read off `ranks`.
 
     With `sample` (n,) only these rows of `other` are looked at.
     """
     check_threshold(threshold)
     if features.dim != other.dim:
-        raise LattqeError(f"{features.uri} has {features.dim} dimensions and {other.uri} {other.dim}: use one "
-                          "extractor for both")
+        raise LattqeError(
+            f"{features.uri} has {features.dim} dimensions and {other.uri} {other.dim}: use one extractor for both"
+        )
     asked = np.arange(other.rows) if sample is None else sample
     if ranks is None and search_cost(features, len(asked)) > LARGEST_SEARCH:
-        raise LattqeError(f"{other.rows:,} × {features.rows:,} rows are too many to be searched here: run "
-                          f"`lattqe search {features.uri} {other.uri} -k 1 --to RANKS` and give --graph RANKS")
+        raise LattqeError(
+            f"{other.rows:,} × {features.rows:,} rows are too many to be searched here: run "
+            f"`lattqe search {features.uri} {other.uri} -k 1 --to RANKS` and give --graph RANKS"
+        )
     index = StoredIndex([features])
     found, best = np.empty(len(asked), np.int64), np.empty(len(asked), np.float32)
     for start in range(0, len(asked), QUERY_ROWS):
         block = slice(start, start + QUERY_ROWS)
         if ranks is None:
-            D, I = index.search(other.gather(asked[block]).astype(np.float32), 1)  # noqa: E741
+            D, I = index.search(other.gather(asked[block]).astype(np.float32), 1)
         else:
-            I, D = ranks.gather(asked[block])  # noqa: E741
+            I, D = ranks.gather(asked[block])
         found[block], best[block] = I[:, 0], D[:, 0]
         on_done(len(I))
     leaked = np.flatnonzero((best >= threshold) & (found >= 0))
@@ -174,8 +208,9 @@ def search_cost(features: FeatureSet, queries: int) -> float:
     return 2.0 * features.rows * queries * features.dim
 
 
-def leakage_warnings(trained: Sequence[FeatureSet], held_out: Sequence[FeatureSet],
-                     threshold: float = THRESHOLD) -> list[str]:
+def leakage_warnings(
+    trained: Sequence[FeatureSet], held_out: Sequence[FeatureSet], threshold: float = THRESHOLD
+) -> list[str]:
     """One line for each held-out set with near-duplicates in training: validation on them flatters.
 
     Where the search would take long, an even sample of the held-out rows is looked at, and the line says so.
@@ -190,25 +225,38 @@ def leakage_warnings(trained: Sequence[FeatureSet], held_out: Sequence[FeatureSe
         if len(rows):
             source, leak = next((one, leak) for one, leak in leaks if len(leak.rows))
             looked = f"{len(sample):,} rows that were looked at" if len(sample) < other.rows else f"{other.rows:,} rows"
-            lines.append(f"{len(rows):,} of {looked} of {other.uri} have a near-duplicate (cosine {threshold:g} or "
-                         f"more) in training, {ids_of(other, leak.rows[:1])[0]!r} for one: validation will flatter; "
-                         f"`lattqe duplicates {source.uri} --against {other.uri}` lists them")
+            lines.append(
+                f"{len(rows):,} of {looked} of {other.uri} have a near-duplicate (cosine {threshold:g} or "
+                f"more) in training, {ids_of(other, leak.rows[:1])[0]!r} for one: validation will flatter; "
+                f"`lattqe duplicates {source.uri} --against {other.uri}` lists them"
+            )
     return lines
 
 
 def groups_table(features: FeatureSet, groups: Groups) -> pa.Table:
     """Columns group, row, id, representative, similarity (to the representative) and label, group after group."""
-    columns: dict[str, Any] = {"group": groups.group, "row": groups.rows, "id": ids_of(features, groups.rows),
-               "representative": groups.representative, "similarity": groups.similarity}
+    columns: dict[str, Any] = {
+        "group": groups.group,
+        "row": groups.rows,
+        "id": ids_of(features, groups.rows),
+        "representative": groups.representative,
+        "similarity": groups.similarity,
+    }
     return pa.table(columns | _label_columns("label", features, groups.rows))
 
 
 def leakage_table(features: FeatureSet, other: FeatureSet, leakage: Leakage) -> pa.Table:
     """Columns row and id in the other set, found_row and found_id in this one, similarity, labels."""
-    columns: dict[str, Any] = {"row": leakage.rows, "id": ids_of(other, leakage.rows), "found_row": leakage.found,
-               "found_id": ids_of(features, leakage.found), "similarity": leakage.similarity}
-    return pa.table(columns | _label_columns("label", other, leakage.rows)
-                    | _label_columns("found_label", features, leakage.found))
+    columns: dict[str, Any] = {
+        "row": leakage.rows,
+        "id": ids_of(other, leakage.rows),
+        "found_row": leakage.found,
+        "found_id": ids_of(features, leakage.found),
+        "similarity": leakage.similarity,
+    }
+    return pa.table(
+        columns | _label_columns("label", other, leakage.rows) | _label_columns("found_label", features, leakage.found)
+    )
 
 
 def ids_of(features: FeatureSet, rows: IntArray) -> list[str]:
@@ -232,5 +280,13 @@ def table_csv(table: pa.Table) -> Iterable[Sequence[str]]:
     """The rows of a table as cells of a CSV file, headings first; similarities have six digits."""
     yield table.column_names
     for row in zip(*(column.to_pylist() for column in table.columns)):
-        yield [plain_cell(value) if isinstance(value, str) else f"{value:.6f}" if isinstance(value, float)
-               else str(value).lower() if isinstance(value, bool) else str(value) for value in row]
+        yield [
+            plain_cell(value)
+            if isinstance(value, str)
+            else f"{value:.6f}"
+            if isinstance(value, float)
+            else str(value).lower()
+            if isinstance(value, bool)
+            else str(value)
+            for value in row
+        ]

@@ -57,8 +57,10 @@ class Whitening:
         mean, projection = self.mean.astype(np.float32), self.projection.astype(np.float32)
         out, good = normalised((x.astype(np.float32) - mean) @ projection.T, dtype)
         if not good.all():
-            raise LattqeError(f"row {int(np.flatnonzero(~good)[0])} of {len(x)} has no direction after whitening: it "
-                              "equals the mean, or is not finite")
+            raise LattqeError(
+                f"row {int(np.flatnonzero(~good)[0])} of {len(x)} has no direction after whitening: it "
+                "equals the mean, or is not finite"
+            )
         return out
 
     def save(self, uri: str, inputs: Mapping[str, Mapping[str, str]] | None = None) -> Manifest:
@@ -231,24 +233,33 @@ def _config(method: str, rows: int, values: np.ndarray, kept: int) -> dict[str, 
     return {"method": method, "rows": rows, "dim": kept, "variance_kept": float(positive[:kept].sum() / positive.sum())}
 
 
-def whiten_features(features: FeatureSet, whitening_uri: str, to: str, dtype: str | None = None,
-                    on_part: Callable[[int, int], None] = lambda rows, total: None) -> Manifest:
+def whiten_features(
+    features: FeatureSet,
+    whitening_uri: str,
+    to: str,
+    dtype: str | None = None,
+    on_part: Callable[[int, int], None] = lambda rows, total: None,
+) -> Manifest:
     """Write the whitened rows to `to`, with all other columns as they are. `on_part(rows, total)` hears of progress.
 
     In memory: one part of the source and one of the destination, and a block between them.
     """
     whitening, model = Whitening.load(whitening_uri)
     if whitening.input_dim != features.dim:
-        raise LattqeError(f"{whitening_uri} whitens {whitening.input_dim}-D vectors, "
-                          f"{features.uri} has {features.dim}-D ones")
+        raise LattqeError(
+            f"{whitening_uri} whitens {whitening.input_dim}-D vectors, {features.uri} has {features.dim}-D ones"
+        )
     dtype = dtype or features.dtype
     schema = _schema(features, whitening.dim, dtype)
     fields = features.content_fields() | {"dim": whitening.dim, "dtype": dtype}
     part_rows = part_row_counts(features.rows, row_bytes("features", fields))
-    inputs = {"features": features.as_input(),
-              "whitening": {"uri": whitening_uri, "digest": model.digest, "kind": "model"}}
-    pending = Pending.begin(to, "features", fields, part_rows, {"whitening": dict(whitening.config)}, inputs,
-                            schema=schema)
+    inputs = {
+        "features": features.as_input(),
+        "whitening": {"uri": whitening_uri, "digest": model.digest, "kind": "model"},
+    }
+    pending = Pending.begin(
+        to, "features", fields, part_rows, {"whitening": dict(whitening.config)}, inputs, schema=schema
+    )
     missing = set(pending.missing())
     start = 0
     for number, rows in enumerate(part_rows):
@@ -265,8 +276,9 @@ def _schema(features: FeatureSet, dim: int, dtype: str) -> pa.Schema:
     return features_schema(dim, dtype, features.has_labels, extra)
 
 
-def _whiten_rows(features: FeatureSet, whitening: Whitening, start: int, stop: int, schema: pa.Schema,
-                 dtype: str) -> pa.Table:
+def _whiten_rows(
+    features: FeatureSet, whitening: Whitening, start: int, stop: int, schema: pa.Schema, dtype: str
+) -> pa.Table:
     pieces = []
     for low in range(start, stop, BLOCK_ROWS):
         high = min(low + BLOCK_ROWS, stop)

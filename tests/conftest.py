@@ -124,6 +124,7 @@ def signals_stay_as_they_were() -> Iterator[None]:
 def no_ray_without_its_mark(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make check` leaves out what is marked: a test that starts Ray without the mark would slow it down unnoticed."""
     if "ray" not in request.keywords:
+
         def refuse(*_: object, **__: object) -> None:
             raise AssertionError("this test starts Ray: mark it with pytest.mark.ray")
 
@@ -157,8 +158,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     the jobs': see `OneRayForEach`. Files that share one Ray come before those that need their own.
     """
     parallel = "PYTEST_XDIST_WORKER" in os.environ
-    asks = {name: {item.location[0] for item in items if name in getattr(item, "fixturenames", ())}
-            for name in ("s3", "local_ray")}
+    asks = {
+        name: {item.location[0] for item in items if name in getattr(item, "fixturenames", ())}
+        for name in ("s3", "local_ray")
+    }
 
     def place(item: pytest.Item) -> tuple[bool, ...]:
         path = item.location[0]

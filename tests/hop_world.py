@@ -36,11 +36,22 @@ def make_world(folder):
 
 def begun(world, name="index", **cut):
     """A task with small bands and groups, at a destination that is claimed."""
-    task = HopTask(f"{world}/features", f"{world}/edges", f"{world}/{name}", HOPS, ALPHA,
-                   **{"band_rows": 80, "group_bytes": ROWS * 4 * 12} | cut)
+    task = HopTask(
+        f"{world}/features",
+        f"{world}/edges",
+        f"{world}/{name}",
+        HOPS,
+        ALPHA,
+        **{"band_rows": 80, "group_bytes": ROWS * 4 * 12} | cut,
+    )
     features = FeatureSet.open(task.features)
-    Pending.begin(task.to, "features", features.content_fields(), [part.rows for part in features.manifest.parts],
-                  schema=features.table(0, 1).schema)
+    Pending.begin(
+        task.to,
+        "features",
+        features.content_fields(),
+        [part.rows for part in features.manifest.parts],
+        schema=features.table(0, 1).schema,
+    )
     return task
 
 

@@ -22,9 +22,13 @@ from ray.core.generated.gcs_pb2 import GcsNodeInfo
 BESIDE = Path(sys.executable).parent
 START_SECONDS = 120.0
 # A node that does not answer is given up within seconds; by Ray's own settings it takes half a minute.
-HEALTH = {"RAY_health_check_initial_delay_ms": "5000", "RAY_health_check_period_ms": "1000",
-          "RAY_health_check_timeout_ms": "2000", "RAY_health_check_failure_threshold": "3",
-          "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+HEALTH = {
+    "RAY_health_check_initial_delay_ms": "5000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+}
 
 
 class Loopback:
@@ -94,8 +98,10 @@ class Namespaces:
 
     def close(self) -> None:
         """Remove all of it; a namespace goes when its last process is gone."""
-        for command in (*(("netns", "del", self.space(number)) for number in range(len(self.addresses))),
-                        ("link", "del", self.token)):
+        for command in (
+            *(("netns", "del", self.space(number)) for number in range(len(self.addresses))),
+            ("link", "del", self.token),
+        ):
             with contextlib.suppress(subprocess.SubprocessError, OSError):  # the others go all the same
                 _ip(*command)
 
@@ -113,16 +119,29 @@ def make_network(nodes: int) -> Loopback | Namespaces:
 
 
 class RayNode:
-    """One `ray start --block`; number 0 is the head, which owns no CPUs. Its HOME and its temporary files are its own.
-    """
+    """One `ray start --block`; number 0 is the head, which owns no CPUs. HOME and temporary files are its own."""
 
-    def __init__(self, network: Loopback | Namespaces, number: int, folder: Path, environment: Mapping[str, str],
-                 port: int, cpus: int = 1) -> None:
+    def __init__(
+        self,
+        network: Loopback | Namespaces,
+        number: int,
+        folder: Path,
+        environment: Mapping[str, str],
+        port: int,
+        cpus: int = 1,
+    ) -> None:
         self.network, self.number, self.port, self.cpus = network, number, port, cpus
         self.home = folder / f"node{number}"
         self.home.mkdir(parents=True)
-        self.environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
-                            "RAY_worker_niceness": "0", **HEALTH, **environment, "HOME": str(self.home)}
+        self.environment = {
+            **os.environ,
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
+            **HEALTH,
+            **environment,
+            "HOME": str(self.home),
+        }
         self._process: subprocess.Popen[bytes] | None = None
         self._sessions: list[int] = []
 
@@ -137,15 +156,39 @@ class RayNode:
 
     def begin(self) -> None:
         """Start it, or start it again where all of it is gone."""
-        role = ["--head", f"--port={self.port}", "--include-dashboard=false", "--no-monitor",
-                f"--ray-client-server-port={self.port + 1}"] if self.number == 0 else [f"--address={self.head_address}"]
+        role = (
+            [
+                "--head",
+                f"--port={self.port}",
+                "--include-dashboard=false",
+                "--no-monitor",
+                f"--ray-client-server-port={self.port + 1}",
+            ]
+            if self.number == 0
+            else [f"--address={self.head_address}"]
+        )
         with open(self.home / "start.log", "wb") as log:
             self._process = subprocess.Popen(
-                [*self.network.within(self.number), str(BESIDE / "ray"), "start", "--block", *role,
-                 f"--node-ip-address={self.address}", f"--num-cpus={self.cpus if self.number else 0}", "--num-gpus=0",
-                 f"--temp-dir={self.home}/t", "--object-store-memory=100000000", "--include-log-monitor=false",
-                 "--disable-usage-stats"],
-                env=self.environment, start_new_session=True, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+                [
+                    *self.network.within(self.number),
+                    str(BESIDE / "ray"),
+                    "start",
+                    "--block",
+                    *role,
+                    f"--node-ip-address={self.address}",
+                    f"--num-cpus={self.cpus if self.number else 0}",
+                    "--num-gpus=0",
+                    f"--temp-dir={self.home}/t",
+                    "--object-store-memory=100000000",
+                    "--include-log-monitor=false",
+                    "--disable-usage-stats",
+                ],
+                env=self.environment,
+                start_new_session=True,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
         self._sessions.append(self._process.pid)
 
     def wait_started(self) -> "RayNode":

@@ -105,7 +105,7 @@ class FaultyProxy:
             if what == "cut short":
                 cut_at = middle
             else:
-                data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1:]
+                data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
         _answer(request, answer.status, dict(answer.headers.items()), data, cut_at)
 
     def close(self) -> None:
@@ -113,8 +113,9 @@ class FaultyProxy:
         self._server.server_close()
 
 
-def _answer(request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], body: bytes,
-            cut_at: int | None = None) -> None:
+def _answer(
+    request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], body: bytes, cut_at: int | None = None
+) -> None:
     request.send_response_only(status)
     is_head = request.command == "HEAD"
     for name, value in headers.items():

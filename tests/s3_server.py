@@ -30,8 +30,14 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_DEFAULT_REGION": "us-east-1",
-                "AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": self.endpoint}
+        return {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_ENDPOINT_URL": self.endpoint,
+        }
 
     def start(self) -> "S3Server":
         """Start the server and wait until it takes a PUT."""
@@ -39,11 +45,28 @@ class S3Server:
         ports = [f"-{name}.port={port}" for name, port in self._ports.items()]
         with open(self.folder / "server.log", "ab") as log:
             self._process = subprocess.Popen(
-                [_weed(), f"-logdir={self.folder}", "mini", f"-dir={self.folder / 'data'}", f"-bucket={BUCKET}",
-                 f"-ip={self.address}", f"-ip.bind={self.address}", *ports,
-                 "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
-                 "-master.telemetry=false", "-s3.allowDeleteBucketNotEmpty=false", "-s3.autoCreateBucket=false"],
-                env={**os.environ, **self.environment}, stdout=log, stderr=log, cwd=self.folder)
+                [
+                    _weed(),
+                    f"-logdir={self.folder}",
+                    "mini",
+                    f"-dir={self.folder / 'data'}",
+                    f"-bucket={BUCKET}",
+                    f"-ip={self.address}",
+                    f"-ip.bind={self.address}",
+                    *ports,
+                    "-webdav=false",
+                    "-admin.ui=false",
+                    "-s3.port.iceberg=0",
+                    "-s3.port.lance=0",
+                    "-master.telemetry=false",
+                    "-s3.allowDeleteBucketNotEmpty=false",
+                    "-s3.autoCreateBucket=false",
+                ],
+                env={**os.environ, **self.environment},
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+            )
         client = self.client(read_timeout=2)  # a PUT that comes too early hangs for 20 s, and so do all to its key
         deadline = time.monotonic() + 60
         while True:
@@ -70,10 +93,14 @@ class S3Server:
 
     def client(self, read_timeout: float = 30):
         """A plain boto3 client for looking behind the scenes."""
-        return boto3.client("s3", endpoint_url=self.endpoint, aws_access_key_id=ACCESS_KEY,
-                            aws_secret_access_key=SECRET_KEY, region_name="us-east-1",
-                            config=Config(retries={"total_max_attempts": 1}, connect_timeout=2,
-                                          read_timeout=read_timeout))
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
+            region_name="us-east-1",
+            config=Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=read_timeout),
+        )
 
     def fresh_uri(self) -> str:
         """A prefix of its own."""

@@ -22,8 +22,9 @@ def test_the_run_passes_on_the_cpu(monkeypatch, capsys):
     accept_device("cpu", json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["passed"]
-    assert {f"{what} {kind}" for what in ("bound of", "graph by") for kind in ("float32", "float16", "tf32")} <= \
-        set(found["checks"])
+    assert {f"{what} {kind}" for what in ("bound of", "graph by") for kind in ("float32", "float16", "tf32")} <= set(
+        found["checks"]
+    )
     assert all(rate > 0 for rate in found["rates"].values())
 
 

@@ -30,14 +30,24 @@ def world(tmp_path_factory):
     for name, rows in (("database", 150), ("queries", 30)):
         of = rng.integers(0, 9, rows)
         with FeatureWriter(str(folder / name), DIM, "float32", labels=True) as writer:
-            writer.append(centres[of] + 0.8 * rng.normal(size=(rows, DIM)), [f"{name}-{i}" for i in range(rows)],
-                          of.astype(np.int32))
+            writer.append(
+                centres[of] + 0.8 * rng.normal(size=(rows, DIM)),
+                [f"{name}-{i}" for i in range(rows)],
+                of.astype(np.int32),
+            )
     graph = publish_graph(FeatureSet.open(str(folder / "database")), 12, str(folder / "graph"))
     torch.manual_seed(0)
     LAttQE(LAttQEConfig(dim=DIM, heads=2, layers=1, max_k=12, positional_start="small")).save(
-        str(folder / "model"), {"nqe": 9, "ndba": 5, "nqe_with_dba": 3})
-    task = Augmentation(str(folder / "database"), graph.uri, str(folder / "index"), "lattqe", 5,
-                        {"model": str(folder / "model"), "dba": True})
+        str(folder / "model"), {"nqe": 9, "ndba": 5, "nqe_with_dba": 3}
+    )
+    task = Augmentation(
+        str(folder / "database"),
+        graph.uri,
+        str(folder / "index"),
+        "lattqe",
+        5,
+        {"model": str(folder / "model"), "dba": True},
+    )
     pending = begin_index(task)
     build_index(task)
     pending.finish()
@@ -61,10 +71,14 @@ def test_addresses_and_arrays_give_the_same(world):
 def test_over_an_augmented_index_the_number_chosen_for_it_is_taken(world, tmp_path):
     xq, model = world / "queries", str(world / "model")
     for database, chosen in (("database", 9), ("index", 3)):
-        np.testing.assert_array_equal(lattqe.expand(xq, world / database, "lattqe", model=model),
-                                      lattqe.expand(xq, world / database, "lattqe", chosen, model=model))
-        result = CliRunner().invoke(jobs.search.app, [
-            str(world / database), str(xq), "--expand", "lattqe", "--model", model, "--to", str(tmp_path / database)])
+        np.testing.assert_array_equal(
+            lattqe.expand(xq, world / database, "lattqe", model=model),
+            lattqe.expand(xq, world / database, "lattqe", chosen, model=model),
+        )
+        result = CliRunner().invoke(
+            jobs.search.app,
+            [str(world / database), str(xq), "--expand", "lattqe", "--model", model, "--to", str(tmp_path / database)],
+        )
         assert result.exit_code == 0, result.output
         assert f"lattqe from {chosen} neighbors" in result.output
         assert ("for augmented" in result.output) == (database == "index")
@@ -75,13 +89,23 @@ def test_over_an_augmented_index_the_number_chosen_for_it_is_taken(world, tmp_pa
 
 
 def test_evaluate_takes_arrays_results_and_stored_ranks(world, tmp_path):
-    assert CliRunner().invoke(jobs.search.app, [str(world / "database"), str(world / "queries"), "-k", "150", "--to",
-                                                str(tmp_path / "ranks")]).exit_code == 0
+    assert (
+        CliRunner()
+        .invoke(
+            jobs.search.app,
+            [str(world / "database"), str(world / "queries"), "-k", "150", "--to", str(tmp_path / "ranks")],
+        )
+        .exit_code
+        == 0
+    )
     labels = {name: lattqe.load(world / name).labels for name in ("database", "queries")}
     found = lattqe.search(world / "queries", world / "database", 150)
     known = {"labels": labels["database"], "query_labels": labels["queries"], "ks": (1, 3)}
-    results = [lattqe.evaluate(tmp_path / "ranks", ks=(1, 3)), lattqe.evaluate(found, **known),
-               lattqe.evaluate(found.I, **known)]
+    results = [
+        lattqe.evaluate(tmp_path / "ranks", ks=(1, 3)),
+        lattqe.evaluate(found, **known),
+        lattqe.evaluate(found.I, **known),
+    ]
     for scores in results:
         np.testing.assert_array_equal(scores["label"].ap, results[0]["label"].ap)
     assert repr(results[0]["label"]).startswith("Scores(label: mAP ")
@@ -90,10 +114,12 @@ def test_evaluate_takes_arrays_results_and_stored_ranks(world, tmp_path):
 
 
 def test_progress_counts_to_its_total(world):
-    for call in (lambda told: lattqe.neighbors(world / "database", 5, progress=told),
-                 lambda told: lattqe.expand(world / "queries", world / "database", progress=told),
-                 lambda told: lattqe.search(world / "queries", world / "database", 5, "aqe", progress=told),
-                 lambda told: lattqe.augment(world / "database", "aqe", progress=told)):
+    for call in (
+        lambda told: lattqe.neighbors(world / "database", 5, progress=told),
+        lambda told: lattqe.expand(world / "queries", world / "database", progress=told),
+        lambda told: lattqe.search(world / "queries", world / "database", 5, "aqe", progress=told),
+        lambda told: lattqe.augment(world / "database", "aqe", progress=told),
+    ):
         calls = []
         call(lambda done, total, calls=calls: calls.append((done, total)))
         assert calls
@@ -115,8 +141,13 @@ def test_completion_shows_the_functions():
 
 
 def test_the_example_runs(tmp_path):
-    done = subprocess.run([sys.executable, str(EXAMPLE), str(tmp_path / "figure.png")], check=True, text=True,
-                          capture_output=True, cwd=EXAMPLE.parents[2])
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), str(tmp_path / "figure.png")],
+        check=True,
+        text=True,
+        capture_output=True,
+        cwd=EXAMPLE.parents[2],
+    )
     plain, expanded, both = (float(word) for word in done.stdout.replace(",", "").split() if word[0].isdecimal())
     assert plain < expanded < both
     assert (tmp_path / "figure.png").stat().st_size > 10_000

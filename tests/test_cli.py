@@ -73,8 +73,12 @@ def test_brackets_in_a_message_are_text(capsys):
 
 
 def test_brackets_in_a_help_text_are_shown():
-    done = subprocess.run([sys.executable, "-m", "jobs.demo", "--help"], capture_output=True, text=True,
-                          env={**os.environ, "COLUMNS": "200"})
+    done = subprocess.run(
+        [sys.executable, "-m", "jobs.demo", "--help"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
     assert "A running Ray cluster. [default: $RAY_ADDRESS, or here]" in " ".join(done.stdout.split())
 
 
@@ -93,8 +97,12 @@ run(command(main))
 
 @pytest.mark.parametrize(("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
 def test_a_signal_ends_a_job_with_one_line_and_its_code(number, code, word, tmp_path):
-    job = subprocess.Popen([sys.executable, "-c", SLEEPER, "--log-file", str(tmp_path / "log")], text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    job = subprocess.Popen(
+        [sys.executable, "-c", SLEEPER, "--log-file", str(tmp_path / "log")],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert job.stdout.readline() == "ready\n"
     job.send_signal(signal.Signals[number])
     _, shown = job.communicate()
@@ -110,11 +118,14 @@ def test_the_list_of_verbs_needs_no_heavy_library():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["neighbors", "f", "-k", "0", "--to", "g"], "error: Invalid value for '-k'"),
-    (["import", "x.npy"], "error: Missing option '--to': see lattqe import --help"),
-    (["search", "--foo"], "error: No such option: --foo"),
-])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["neighbors", "f", "-k", "0", "--to", "g"], "error: Invalid value for '-k'"),
+        (["import", "x.npy"], "error: Missing option '--to': see lattqe import --help"),
+        (["search", "--foo"], "error: No such option: --foo"),
+    ],
+)
 def test_wrong_usage_is_one_line(words, said, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         call(monkeypatch, *words)

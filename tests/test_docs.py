@@ -38,8 +38,11 @@ def commands(document):
                 yield piece, words, whole and not PLACEHOLDER.search(piece)
 
 
-CASES = [pytest.param(piece, words, whole, id=f"{document.name}:{piece[:60]}")
-         for document in DOCUMENTS for piece, words, whole in commands(document)]
+CASES = [
+    pytest.param(piece, words, whole, id=f"{document.name}:{piece[:60]}")
+    for document in DOCUMENTS
+    for piece, words, whole in commands(document)
+]
 
 
 def options_of(command):
@@ -65,7 +68,7 @@ def check_lattqe(piece, words, whole):
     command = find_verb(words[0])
     arguments = shlex.split(piece)[2:] if whole else words[1:]
     if words[0] == "submit" and "--" in arguments:
-        rest = arguments[arguments.index("--") + 1:]
+        rest = arguments[arguments.index("--") + 1 :]
         check_lattqe(f"lattqe {shlex.join(rest)}", rest, whole)
         check_options(arguments[: arguments.index("--")], options_of(command))
         return

@@ -99,8 +99,12 @@ def case(request, world):
     """A method, and what the loop gives for all queries and for every fifth row."""
     xq, xb = arrays(world)
     rows = np.arange(0, ROWS, 5)
-    return (request.param, np.stack([twin(world, request.param, x, xb) for x in xq]), rows,
-            np.stack([twin(world, request.param, xb[row], xb, own=row) for row in rows]))
+    return (
+        request.param,
+        np.stack([twin(world, request.param, x, xb) for x in xq]),
+        rows,
+        np.stack([twin(world, request.param, xb[row], xb, own=row) for row in rows]),
+    )
 
 
 def test_the_python_api_is_the_loop(world, case):
@@ -125,16 +129,30 @@ def check_search(world, case, tmp_path, *more):
     name, queries, _, _ = case
     xq, xb = arrays(world)
     method, params = given(world, name)
-    call(jobs.search.app, world / "database", world / "queries", "--to", tmp_path / "ranks", "-k", LISTED,
-         "--expand", method, "--nqe", K, *more, *options(world, name))
+    call(
+        jobs.search.app,
+        world / "database",
+        world / "queries",
+        "--to",
+        tmp_path / "ranks",
+        "-k",
+        LISTED,
+        "--expand",
+        method,
+        "--nqe",
+        K,
+        *more,
+        *options(world, name),
+    )
     ids, scores = Ranks.open(str(tmp_path / "ranks")).read()
     expected = FlatIndex(xb).search(lattqe.expand(xq, xb, method, K, **params), LISTED)
     np.testing.assert_array_equal(ids, expected[1])
     np.testing.assert_array_equal(scores, expected[0])
     # The loop's ranking, up to rows whose scores are closer than the vectors are.
     of_loop = queries.astype(np.float64) @ xb.T.astype(np.float64)
-    np.testing.assert_allclose(np.take_along_axis(of_loop, ids, axis=1), -np.sort(-of_loop, axis=1)[:, :LISTED],
-                               atol=10 * BOUND)
+    np.testing.assert_allclose(
+        np.take_along_axis(of_loop, ids, axis=1), -np.sort(-of_loop, axis=1)[:, :LISTED], atol=10 * BOUND
+    )
 
 
 @pytest.mark.ray
@@ -151,8 +169,17 @@ def test_augment_on_ray_is_augment_in_this_process(world, case, tmp_path, local_
 def test_augment_is_the_python_api_and_verify_agrees(world, case, tmp_path):
     name = case[0]
     method, params = given(world, name)
-    call(jobs.augment.app, world / "database", "--to", tmp_path / "index", "--method", method, "-k", K,
-         *options(world, name))
+    call(
+        jobs.augment.app,
+        world / "database",
+        "--to",
+        tmp_path / "index",
+        "--method",
+        method,
+        "-k",
+        K,
+        *options(world, name),
+    )
     index = FeatureSet.open(str(tmp_path / "index"))
     np.testing.assert_allclose(index.read(), lattqe.augment(arrays(world)[1], method, K, **params), atol=BOUND)
     assert "computed again" in call(jobs.verify.app, tmp_path / "index", "--recompute", ROWS)

@@ -53,8 +53,9 @@ def folder(tmp_path_factory, running_ray):
 def run(folder, line):
     for plain, short in SHORTER.items():
         line = line.replace(plain, short)
-    done = subprocess.run([sys.executable, "-m", "jobs.cli", *line.split()[1:]], cwd=folder, capture_output=True,
-                          text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "jobs.cli", *line.split()[1:]], cwd=folder, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, f"{line}\n{done.stderr[-2000:]}"
     assert "Traceback" not in done.stderr
     return done

@@ -15,10 +15,30 @@ from lattqe.store import FeatureSet, FeatureWriter
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(path for folder in ("lattqe", "cluster", "jobs") for path in (ROOT / folder).rglob("*.py"))
 # Calls that can run code that is in a file, by the end of their dotted name.
-ALWAYS_WRONG = {"pickle.load", "pickle.loads", "pickle.Unpickler", "cPickle.load", "cloudpickle.load",
-                "cloudpickle.loads", "dill.load", "dill.loads", "joblib.load", "shelve.open", "marshal.load",
-                "marshal.loads", "pd.read_pickle", "pandas.read_pickle", "yaml.load", "yaml.unsafe_load",
-                "yaml.full_load", "jsonpickle.decode", "os.system", "os.popen", "eval", "exec"}
+ALWAYS_WRONG = {
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "cPickle.load",
+    "cloudpickle.load",
+    "cloudpickle.loads",
+    "dill.load",
+    "dill.loads",
+    "joblib.load",
+    "shelve.open",
+    "marshal.load",
+    "marshal.loads",
+    "pd.read_pickle",
+    "pandas.read_pickle",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "jsonpickle.decode",
+    "os.system",
+    "os.popen",
+    "eval",
+    "exec",
+}
 # A program is asked for by name with `--checkpoint` and read as one: docs/extraction.md says so.
 PROGRAMS = {"lattqe/extraction/encoder.py": {"torch.jit.load", "torch.export.load"}}
 
@@ -32,8 +52,10 @@ def dotted(node):
 
 
 def is_constant(call, name, value):
-    return any(word.arg == name and isinstance(word.value, ast.Constant) and word.value.value is value
-               for word in call.keywords)
+    return any(
+        word.arg == name and isinstance(word.value, ast.Constant) and word.value.value is value
+        for word in call.keywords
+    )
 
 
 def dangerous_calls(source):
@@ -45,37 +67,64 @@ def dangerous_calls(source):
         if not isinstance(node, ast.Call):
             continue
         name = dotted(node.func)
-        if name in ALWAYS_WRONG or name in ("torch.jit.load", "torch.export.load") \
-                or (name == "torch.load" and not is_constant(node, "weights_only", True)) \
-                or (name in ("np.load", "numpy.load") and not is_constant(node, "allow_pickle", False)) \
-                or any(word.arg == "shell" and not is_constant(node, "shell", False) for word in node.keywords):
+        if (
+            name in ALWAYS_WRONG
+            or name in ("torch.jit.load", "torch.export.load")
+            or (name == "torch.load" and not is_constant(node, "weights_only", True))
+            or (name in ("np.load", "numpy.load") and not is_constant(node, "allow_pickle", False))
+            or any(word.arg == "shell" and not is_constant(node, "shell", False) for word in node.keywords)
+        ):
             found.append(name)
     return found
 
 
 def test_nothing_runs_what_it_reads():
     assert len(SOURCES) > 100
-    found = {name: set(dangerous_calls((ROOT / name).read_text())) - PROGRAMS.get(name, set())
-             for name in (path.relative_to(ROOT).as_posix() for path in SOURCES)}
+    found = {
+        name: set(dangerous_calls((ROOT / name).read_text())) - PROGRAMS.get(name, set())
+        for name in (path.relative_to(ROOT).as_posix() for path in SOURCES)
+    }
     assert not {name: calls for name, calls in found.items() if calls}
 
 
-@pytest.mark.parametrize("line", [
-    "pickle.load(f)", "pickle.Unpickler(f).load()", "from pickle import loads", "torch.load(f)",
-    "torch.load(f, weights_only=False)", "torch.load(f, weights_only=flag)", "np.load(f)", "eval(text)",
-    "np.load(f, allow_pickle=True)", "yaml.load(text)", "subprocess.run(text, shell=True)"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pickle.load(f)",
+        "pickle.Unpickler(f).load()",
+        "from pickle import loads",
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "torch.load(f, weights_only=flag)",
+        "np.load(f)",
+        "eval(text)",
+        "np.load(f, allow_pickle=True)",
+        "yaml.load(text)",
+        "subprocess.run(text, shell=True)",
+    ],
+)
 def test_the_scan_finds(line):
     assert dangerous_calls(line)
 
 
 def test_the_scan_lets_pass():
-    assert not dangerous_calls("torch.load(f, weights_only=True); np.load(f, allow_pickle=False); pickle_file.load(f); "
-                               "network.eval(); safetensors.torch.load(data)")
+    assert not dangerous_calls(
+        "torch.load(f, weights_only=True); np.load(f, allow_pickle=False); pickle_file.load(f); "
+        "network.eval(); safetensors.torch.load(data)"
+    )
 
 
-@pytest.mark.parametrize("forged", [
-    {"rows": 10**12}, {"rows": 2**62}, {"bytes": 10**15}, {"name": "../outside.arrow"}, {"name": "/etc/passwd"},
-    {"name": "a/../../outside.arrow"}])
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"rows": 10**12},
+        {"rows": 2**62},
+        {"bytes": 10**15},
+        {"name": "../outside.arrow"},
+        {"name": "/etc/passwd"},
+        {"name": "a/../../outside.arrow"},
+    ],
+)
 @pytest.mark.parametrize("action", ["read", "ids", "verify"])
 def test_a_forged_manifest_neither_leaves_its_folder_nor_takes_memory(tmp_path, forged, action):
     """Its own checksum and digest are right: only what it says is not."""
@@ -108,7 +157,9 @@ def test_the_audit_finds_what_is_not_as_pinned(audit):
     assert pins == {"a-b": "1.0", "numpy": "2.4.6", "absent": "1"}
     assert audit.compare(pins, {"a-b": "1.0", "numpy": "2.4.6+local", "pip": "26"}) == []
     assert audit.compare(pins, {"a-b": "1.1", "new": "3"}) == [
-        "a-b: 1.1 is installed, 1.0 is pinned", "new: 3 is installed without a pin in constraints.txt"]
+        "a-b: 1.1 is installed, 1.0 is pinned",
+        "new: 3 is installed without a pin in constraints.txt",
+    ]
     with pytest.raises(SystemExit, match="no exact version"):
         audit.read_pins("numpy>=1")
     found = audit.unsafe({"jinja2": "3.1.5"}, {"jinja2": {"since": "3.1.6", "id": "CVE-2025-27516", "what": "escape"}})

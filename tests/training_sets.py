@@ -8,9 +8,25 @@ from lattqe.store import FeatureWriter
 from lattqe.training import Plan, make, preset
 
 DIM = 16
-TINY = ["network.layers=1", "network.heads=2", "network.max_k=16", "batch=8", "slots=4", "steps=6", "k_min=4",
-        "k_max=8", "pool=60", "pool_steps=3", "validate_every=3", "checkpoint_every=2", "validate_k=4,8",
-        "choose_qe=4,8", "choose_dba=2,4", "temperature_steps=3", "learning_rate=1e-3"]
+TINY = [
+    "network.layers=1",
+    "network.heads=2",
+    "network.max_k=16",
+    "batch=8",
+    "slots=4",
+    "steps=6",
+    "k_min=4",
+    "k_max=8",
+    "pool=60",
+    "pool_steps=3",
+    "validate_every=3",
+    "checkpoint_every=2",
+    "validate_k=4,8",
+    "choose_qe=4,8",
+    "choose_dba=2,4",
+    "temperature_steps=3",
+    "learning_rate=1e-3",
+]
 
 
 def clusters(seed: int, classes: int, images: int, first_label: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -12,6 +12,21 @@ from lattqe.augmentation.index import (
 )
 from lattqe.augmentation.recipe import GRAPH, ORIGINALS, Recipe, describe, is_augmented, recompute
 
-__all__ = ["GRAPH", "ORIGINALS", "AugmentSummary", "AugmentWorker", "Augmentation", "GrowthCost", "Recipe",
-           "begin_index", "build_index", "describe", "is_augmented", "piece_name", "recompute", "renumbered",
-           "reusable_rows", "write_reusable"]
+__all__ = [
+    "GRAPH",
+    "ORIGINALS",
+    "AugmentSummary",
+    "AugmentWorker",
+    "Augmentation",
+    "GrowthCost",
+    "Recipe",
+    "begin_index",
+    "build_index",
+    "describe",
+    "is_augmented",
+    "piece_name",
+    "recompute",
+    "renumbered",
+    "reusable_rows",
+    "write_reusable",
+]

@@ -138,8 +138,10 @@ class HopWorker:
         self.place = self.pending.place
         self.cut = task.cut(self.features.rows, self.features.dim)
         if self.edges.rows != self.features.rows:
-            raise LattqeError(f"{task.edges} has edges of {self.edges.rows} rows, but {task.features} has "
-                              f"{self.features.rows}: these are edges of other features")
+            raise LattqeError(
+                f"{task.edges} has edges of {self.edges.rows} rows, but {task.features} has "
+                f"{self.features.rows}: these are edges of other features"
+            )
         self._held: tuple[tuple[int, int] | None, np.ndarray] = (None, np.empty((0, 0), np.float32))
 
     def run(self, item: Item) -> dict[str, Any]:
@@ -147,8 +149,16 @@ class HopWorker:
         started, cpu = time.perf_counter(), time.process_time()
         getattr(self, item[0])(*item[1:])
         took = time.perf_counter() - started
-        return {"kind": item[0], "seconds": {item[0]: took}, "busy": took, "cpu": time.process_time() - cpu,
-                "peak_bytes": peak_bytes(), "traffic": traffic.take(), "expanded": 0, "tables": 0}
+        return {
+            "kind": item[0],
+            "seconds": {item[0]: took},
+            "busy": took,
+            "cpu": time.process_time() - cpu,
+            "peak_bytes": peak_bytes(),
+            "traffic": traffic.take(),
+            "expanded": 0,
+            "tables": 0,
+        }
 
     def turn(self, band: int) -> None:
         """Sort the edges of a band by the bands that they lead to: how many there are, then each band's, sealed."""
@@ -189,8 +199,11 @@ class HopWorker:
         except LattqeError as error:  # gone, damaged or cut short
             raise self._stale(name) from error
         n = 4 * int(counts[band])
-        return (np.frombuffer(body[:n], np.int32), np.frombuffer(body[n : 2 * n], np.int32),
-                np.frombuffer(body[2 * n :], np.float32))
+        return (
+            np.frombuffer(body[:n], np.int32),
+            np.frombuffer(body[n : 2 * n], np.int32),
+            np.frombuffer(body[2 * n :], np.float32),
+        )
 
     def start(self, band: int) -> None:
         """Cut the original vectors of a band into groups of columns."""
@@ -230,10 +243,12 @@ class HopWorker:
         cuts = np.cumsum([8, 8 * (rows + 1), 4 * count, 4 * count])
         if len(body) != cuts[-1]:
             raise self._stale(_folded(band))
-        starts, columns, values = (np.frombuffer(body[low:high], kind) for low, high, kind in
-                                   zip(cuts, cuts[1:], ("<i8", "<i4", "<f4")))
-        return sparse.csr_array((values, columns, starts.astype(np.int32 if count < 2**31 else np.int64)),
-                                shape=(rows, self.cut.rows))
+        starts, columns, values = (
+            np.frombuffer(body[low:high], kind) for low, high, kind in zip(cuts, cuts[1:], ("<i8", "<i4", "<f4"))
+        )
+        return sparse.csr_array(
+            (values, columns, starts.astype(np.int32 if count < 2**31 else np.int64)), shape=(rows, self.cut.rows)
+        )
 
     def part(self, number: int) -> None:
         """Publish a part: its rows as they are, with the vectors after the last hop, normalised."""
@@ -293,10 +308,15 @@ class Schedule:
         self.folds: list[Item] = []
         there = set(self.pending.place.sizes()) if self.parts else set()
         bands, groups = range(len(self.cut.bands)), range(len(self.cut.groups))
-        self.missing = {(group, hop): {band for band in bands if _vectors(group, hop, band) not in there}
-                        for group in groups for hop in range(task.hops + 1)}
-        self.level = {group: max((hop for hop in range(task.hops + 1) if not self.missing[group, hop]), default=0)
-                      for group in groups}
+        self.missing = {
+            (group, hop): {band for band in bands if _vectors(group, hop, band) not in there}
+            for group in groups
+            for hop in range(task.hops + 1)
+        }
+        self.level = {
+            group: max((hop for hop in range(task.hops + 1) if not self.missing[group, hop]), default=0)
+            for group in groups
+        }
         if not self.parts or self.finished_hopping:
             return
         self.folds = [("fold", band) for band in bands if _folded(band) not in there]
@@ -356,8 +376,16 @@ class Schedule:
     def rows_left(self) -> int:
         """Rows times groups that are still to hop."""
         sizes = [stop - first for first, stop in self.cut.bands]
-        return sum(sizes[band] for group, level in self.level.items() for hop in range(level + 1, self.task.hops + 1)
-                   for band in self.missing[group, hop]) if self.parts else 0
+        return (
+            sum(
+                sizes[band]
+                for group, level in self.level.items()
+                for hop in range(level + 1, self.task.hops + 1)
+                for band in self.missing[group, hop]
+            )
+            if self.parts
+            else 0
+        )
 
 
 def rows_of(item: Item, cut: Cut) -> int:

@@ -47,12 +47,17 @@ class GrowthCost:
 
     def facts(self) -> dict[str, Any]:
         """For the summary, and for scripts."""
-        return {"rows_joined": self.joined, "rows_touched": self.touched, "rows_searched_again": self.searched,
-                "products": self.products, "products_from_scratch": self.products_from_scratch,
-                "pairs_scored_again": self.scored}
+        return {
+            "rows_joined": self.joined,
+            "rows_touched": self.touched,
+            "rows_searched_again": self.searched,
+            "products": self.products,
+            "products_from_scratch": self.products_from_scratch,
+            "pairs_scored_again": self.scored,
+        }
 
 
-def renumbered(I: np.ndarray, kept: np.ndarray, old_rows: int) -> np.ndarray:  # noqa: E741
+def renumbered(I: np.ndarray, kept: np.ndarray, old_rows: int) -> np.ndarray:
     """Lists I (n, k) of old row numbers in the new numbering: `LEFT` for rows that went, -1 stays."""
     number = np.full(old_rows, LEFT, dtype=np.int32)
     number[kept] = np.arange(len(kept), dtype=np.int32)
@@ -67,16 +72,17 @@ def reusable_rows(old: NeighborGraph, new: NeighborGraph, kept: np.ndarray, k: i
     """
     reusable = np.full(new.rows, -1, dtype=np.int64)
     for start in range(0, len(kept), BLOCK):
-        rows = kept[start:start + BLOCK]
+        rows = kept[start : start + BLOCK]
         before = renumbered(old.gather(rows)[0][:, :k], kept, old.rows)
         after = new.read(start, start + len(rows))[0][:, :k]
         same = (before == after).all(axis=1)
-        reusable[start:start + len(rows)] = np.where(same, rows, -1)
+        reusable[start : start + len(rows)] = np.where(same, rows, -1)
     return reusable
 
 
-def plan_growth(old_index: FeatureSet, recipe: Recipe, joined: FeatureSet, kept: np.ndarray, to: str,
-                cache: str | None = None) -> tuple[Augmentation, NeighborGraph, GrowthCost]:
+def plan_growth(
+    old_index: FeatureSet, recipe: Recipe, joined: FeatureSet, kept: np.ndarray, to: str, cache: str | None = None
+) -> tuple[Augmentation, NeighborGraph, GrowthCost]:
     """Update the graph and find the rows that can be taken over: what is left to do, and what it cost so far."""
     graph, counts = grown_graph(recipe, joined, kept, to.rstrip("/"))
     method = create(recipe.method, **recipe.params)
@@ -84,8 +90,18 @@ def plan_growth(old_index: FeatureSet, recipe: Recipe, joined: FeatureSet, kept:
     reuse = not method.negatives
     # After several hops every row depends on many: only edges can be taken over, and the hops are made again.
     old = old_index.uri if recipe.edges is None else recipe.edges.uri
-    task = Augmentation(joined.uri, graph.uri, to, recipe.method, recipe.k, recipe.params, cache,
-                        previous=old if reuse else None, hops=recipe.hops, hop_alpha=recipe.hop_alpha)
+    task = Augmentation(
+        joined.uri,
+        graph.uri,
+        to,
+        recipe.method,
+        recipe.k,
+        recipe.params,
+        cache,
+        previous=old if reuse else None,
+        hops=recipe.hops,
+        hop_alpha=recipe.hop_alpha,
+    )
     touched = joined.rows
     if reuse:
         depth = method.depth(recipe.k)
@@ -96,23 +112,28 @@ def plan_growth(old_index: FeatureSet, recipe: Recipe, joined: FeatureSet, kept:
     return task, graph, cost
 
 
-def grown_graph(recipe: Recipe, joined: FeatureSet, kept: np.ndarray,
-                base: str) -> tuple[NeighborGraph, Counter[str]]:
+def grown_graph(recipe: Recipe, joined: FeatureSet, kept: np.ndarray, base: str) -> tuple[NeighborGraph, Counter[str]]:
     """The exact graph of the joined rows, updated from the old one and published in the new index.
 
     With it the counts of "products", pairs "scored" and old rows "searched" anew; none where an earlier run did it.
     """
     fields = {"k": recipe.graph.k}
     part_rows = part_row_counts(joined.rows, row_bytes("neighbors", fields))
-    pending = Pending.begin(f"{base}/{GRAPH}", "neighbors", fields, part_rows, config={"job": "append"},
-                            inputs={"features": joined.as_input(), "before": recipe.graph.as_input()})
+    pending = Pending.begin(
+        f"{base}/{GRAPH}",
+        "neighbors",
+        fields,
+        part_rows,
+        config={"job": "append"},
+        inputs={"features": joined.as_input(), "before": recipe.graph.as_input()},
+    )
     clock = Clock()
     if pending.missing():
-        I, D = recipe.graph.gather(kept)  # noqa: E741
-        I = renumbered(I, kept, recipe.features.rows)  # noqa: E741
+        I, D = recipe.graph.gather(kept)
+        I = renumbered(I, kept, recipe.features.rows)
         stale = np.any(I < -1, axis=1)
         clock.count("searched", int(stale.sum()))
-        I, D = update_graph(joined.read(), I, D, stale, clock=clock)  # noqa: E741
+        I, D = update_graph(joined.read(), I, D, stale, clock=clock)
         stops = np.cumsum(part_rows)
         for part in pending.missing():
             rows = slice(int(stops[part]) - part_rows[part], int(stops[part]))

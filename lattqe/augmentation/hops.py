@@ -95,8 +95,14 @@ def column_groups(n: int, dim: int, most_bytes: int = COLUMN_BYTES) -> list[slic
     return [slice(low, min(low + step, dim)) for low in range(0, dim, step)]
 
 
-def hop(weights: np.ndarray, rows: np.ndarray, x: np.ndarray, alpha: float, hops: int,
-        on_hop: Callable[[], None] | None = None) -> np.ndarray:
+def hop(
+    weights: np.ndarray,
+    rows: np.ndarray,
+    x: np.ndarray,
+    alpha: float,
+    hops: int,
+    on_hop: Callable[[], None] | None = None,
+) -> np.ndarray:
     """All rows x (n, D) after so many hops over their edges: (n, D) float32, L2-normalised.
 
     weights, rows (n, 1 + k): as `augment_rows` gives them, column 0 the row itself. on_hop: called after each hop of

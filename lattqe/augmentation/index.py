@@ -155,9 +155,16 @@ class AugmentWorker:
         else:
             self.assemble(item[0])
         counts = self.clock.counts
-        return {"seconds": dict(self.clock.seconds), "peak_bytes": peak_bytes(), "expanded": counts["expanded"],
-                "tables": counts["tables"], "kind": "rows", "busy": time.perf_counter() - started,
-                "cpu": time.process_time() - cpu, "traffic": traffic.take()}
+        return {
+            "seconds": dict(self.clock.seconds),
+            "peak_bytes": peak_bytes(),
+            "expanded": counts["expanded"],
+            "tables": counts["tables"],
+            "kind": "rows",
+            "busy": time.perf_counter() - started,
+            "cpu": time.process_time() - cpu,
+            "traffic": traffic.take(),
+        }
 
     def expand(self, start: int, stop: int) -> np.ndarray:
         """Vectors (n, D) of rows start..stop in the stored dtype: expanded, or taken over from the previous index.
@@ -175,7 +182,7 @@ class AugmentWorker:
     def expand_rows(self, rows: np.ndarray) -> np.ndarray:
         """Expanded vectors of some rows (n,), rounded to the stored dtype."""
         with self.clock("reading"):
-            I, D = self.graph.gather(rows)  # noqa: E741
+            I, D = self.graph.gather(rows)
         table = self.table() if self.share else None
         with self.clock("expanding"):
             expanded = augment_rows(self.index, rows, D, I, self.method, self.task.k, table)
@@ -227,7 +234,7 @@ class AugmentWorker:
         made = np.empty((stop - start, self.width), self.dtype)
         for first, last in spans:
             piece = self.expand(first, last) if len(spans) == 1 else self.read_piece(first, last)
-            made[first - start:last - start] = piece
+            made[first - start : last - start] = piece
         with self.clock("writing"):
             self.pending.publish(part, self.part_table(start, stop, made))
             for row, _ in spans if len(spans) > 1 else ():
@@ -305,11 +312,25 @@ class AugmentSummary:
 
     def then(self, after: "AugmentSummary") -> "AugmentSummary":
         """The sum of this and of what was done after it."""
-        joint = {name: getattr(self, name) + getattr(after, name) for name in (
-            "items", "took", "retries", "workers_lost", "spare_copies", "read", "written", "expanded", "tables", "cpu",
-            "working")}
-        return AugmentSummary(seconds={**self.seconds, **after.seconds},
-                              peak_bytes=max(self.peak_bytes, after.peak_bytes), **joint)
+        joint = {
+            name: getattr(self, name) + getattr(after, name)
+            for name in (
+                "items",
+                "took",
+                "retries",
+                "workers_lost",
+                "spare_copies",
+                "read",
+                "written",
+                "expanded",
+                "tables",
+                "cpu",
+                "working",
+            )
+        }
+        return AugmentSummary(
+            seconds={**self.seconds, **after.seconds}, peak_bytes=max(self.peak_bytes, after.peak_bytes), **joint
+        )
 
     def add(self, result: dict[str, Any]) -> None:
         """Add what a worker says of an item."""
@@ -335,17 +356,32 @@ def begin_index(task: Augmentation) -> Pending:
     features = FeatureSet.open(task.features)
     fields = {name: features.manifest.fields[name] for name in ("dim", "dtype")}
     part_rows = [part.rows for part in features.manifest.parts]
-    inputs = {"features": features.as_input(), "neighbors": NeighborGraph.open(task.graph).as_input(),
-              **model_inputs(task.params)}
+    inputs = {
+        "features": features.as_input(),
+        "neighbors": NeighborGraph.open(task.graph).as_input(),
+        **model_inputs(task.params),
+    }
     if task.only_edges:
         fields = {"k": edge_count(create(task.method, **task.params), task.k, features.rows)}
-        return Pending.begin(task.to, "edges", fields, part_row_counts(features.rows, row_bytes("edges", fields)),
-                             config={**describe(task.method, task.k, task.params), "job": "edges"}, inputs=inputs)
+        return Pending.begin(
+            task.to,
+            "edges",
+            fields,
+            part_row_counts(features.rows, row_bytes("edges", fields)),
+            config={**describe(task.method, task.k, task.params), "job": "edges"},
+            inputs=inputs,
+        )
     if task.hopping:
         inputs["edges"] = Edges.open(task.edges).as_input()
-    return Pending.begin(task.to, "features", fields, part_rows, schema=features.table(0, 1).schema,
-                         config=describe(task.method, task.k, task.params, task.hops, task.hop_alpha),
-                         inputs=inputs)
+    return Pending.begin(
+        task.to,
+        "features",
+        fields,
+        part_rows,
+        schema=features.table(0, 1).schema,
+        config=describe(task.method, task.k, task.params, task.hops, task.hop_alpha),
+        inputs=inputs,
+    )
 
 
 def items_to_do(pending: Pending, block_rows: int) -> tuple[list[Item], dict[int, set[int]]]:
@@ -410,8 +446,9 @@ def build_index(task: Augmentation, on_rows: Callable[[int], None] = lambda rows
     return summary
 
 
-def _in_threads(worker: AugmentWorker, items: list[Item], threads: int,
-                done: Callable[[Item, dict[str, Any]], list[Item]]) -> None:
+def _in_threads(
+    worker: AugmentWorker, items: list[Item], threads: int, done: Callable[[Item, dict[str, Any]], list[Item]]
+) -> None:
     """Run items, and those that `done` says have become possible, in so many threads; an interrupt stops them soon."""
     stop = threading.Event()
     workers = []

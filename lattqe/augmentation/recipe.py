@@ -27,8 +27,12 @@ ROUNDING = {"float16": 2.0**-11, "float32": 2.0**-24}
 
 def describe(method: str, k: int, params: dict[str, Any], hops: int = 1, hop_alpha: float = 0.0) -> dict[str, Any]:
     """The configuration that an augmented index carries in its manifest; a model is named among the inputs."""
-    described = {"job": JOB, "method": method, "k": k,
-                 "params": {name: value for name, value in params.items() if name != "model"}}
+    described = {
+        "job": JOB,
+        "method": method,
+        "k": k,
+        "params": {name: value for name, value in params.items() if name != "model"},
+    }
     return described | ({"hops": hops, "hop_alpha": hop_alpha} if hops > 1 else {})
 
 
@@ -99,7 +103,7 @@ def recompute(index: FeatureSet, count: int, seed: int = 0, cache: str | None = 
     recipe = Recipe.of(index, cache)
     method = create(recipe.method, **recipe.params)
     rows = np.sort(np.random.default_rng(seed).permutation(index.rows)[:count])
-    I, D = recipe.graph.gather(rows)  # noqa: E741
+    I, D = recipe.graph.gather(rows)
     done = augment_rows(StoredIndex([recipe.features]), rows, D, I, method, recipe.k)
     expected = done.vectors
     if recipe.edges is not None:
@@ -110,8 +114,9 @@ def recompute(index: FeatureSet, count: int, seed: int = 0, cache: str | None = 
     deviation = np.abs(index.gather(rows).astype(np.float32) - expected).max(axis=1, initial=0.0)
     worst = int(deviation.argmax()) if len(rows) else 0
     if len(rows) and deviation[worst] > TOLERANCE + ROUNDING[index.dtype]:
-        raise CorruptDataError(f"row {rows[worst]} of {index.uri} is not what its recipe gives: off by "
-                               f"{deviation[worst]:.2g}")
+        raise CorruptDataError(
+            f"row {rows[worst]} of {index.uri} is not what its recipe gives: off by {deviation[worst]:.2g}"
+        )
     return float(deviation.max(initial=0.0))
 
 
@@ -123,6 +128,8 @@ def _check_edges(edges: Edges, rows: np.ndarray, again: Expanded) -> float:
     off = np.abs(weights - again.weights[:, :t]).max(axis=1, initial=0.0) / scale
     wrong = np.flatnonzero((off > EDGE_TOLERANCE) | (neighbors != again.rows[:, :t]).any(axis=1))
     if len(wrong):
-        raise CorruptDataError(f"the edges of row {rows[wrong[0]]} in {edges.uri} are not what their recipe gives: "
-                               f"off by {off[wrong[0]]:.2g}")
+        raise CorruptDataError(
+            f"the edges of row {rows[wrong[0]]} in {edges.uri} are not what their recipe gives: "
+            f"off by {off[wrong[0]]:.2g}"
+        )
     return float(off.max(initial=0.0))

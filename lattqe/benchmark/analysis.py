@@ -18,8 +18,9 @@ def differences(run: Run, rows: Sequence[Row], lookup: Lookup) -> list[dict[str,
     """Paired bootstrap intervals: every method against no expansion, what is learned against its rivals."""
     pairs = [(rows[0], row) for row in rows[1:]]
     ours = [row for row in rows if is_learned(row.method)]
-    pairs += [(rival, our) for our in ours for rival in rows
-              if _rivals(rival.kind, our.kind) and not is_learned(rival.method)]
+    pairs += [
+        (rival, our) for our in ours for rival in rows if _rivals(rival.kind, our.kind) and not is_learned(rival.method)
+    ]
     found = []
     for before, after in pairs:
         sides = [_by_queries(run, row, lookup) for row in (before, after)]
@@ -45,9 +46,15 @@ def _by_queries(run: Run, row: Row, lookup: Lookup) -> list[list[Scores]]:
 def figure3(run: Run, rows: Sequence[Row], lookup: Lookup) -> dict[str, Any]:
     """Mean mAP on the tested sets, without distractors, over nQE; the other parameters as chosen."""
     tested = run.datasets_of("test")
-    series = [{"label": label, "method": method, "nqe": [setting.k for setting in settings],
-               "map": [mean_map(lookup, tested, Pipeline(qe=setting)) for setting in settings]}
-              for label, method, settings in sweep_lines(run, rows)]
+    series = [
+        {
+            "label": label,
+            "method": method,
+            "nqe": [setting.k for setting in settings],
+            "map": [mean_map(lookup, tested, Pipeline(qe=setting)) for setting in settings],
+        }
+        for label, method, settings in sweep_lines(run, rows)
+    ]
     return {"no_qe": mean_map(lookup, tested, Pipeline()), "series": series}
 
 
@@ -66,12 +73,21 @@ def figure4(run: Run, rows: Sequence[Row], lookup: Lookup) -> dict[str, Any]:
         for name, by, unit in (("by_positives", positives, 1), ("by_ap_before", ap, 100)):
             groups = {row.label: regimes(ap, after[row.label][setup][0], by) for row in rows if row.kind == "qe"}
             some = next(iter(groups.values()))
-            series = [{"label": row.label, "method": row.method,
-                       "relative": [100 * group.relative for group in groups[row.label]]}
-                      for row in rows if row.kind == "qe"]
-            result[name][setup] = {"level": [unit * group.level for group in some],
-                                   "queries": [group.queries for group in some], "series": series,
-                                   "published": _published_bars(name, setup) if run.published else {}}
+            series = [
+                {
+                    "label": row.label,
+                    "method": row.method,
+                    "relative": [100 * group.relative for group in groups[row.label]],
+                }
+                for row in rows
+                if row.kind == "qe"
+            ]
+            result[name][setup] = {
+                "level": [unit * group.level for group in some],
+                "queries": [group.queries for group in some],
+                "series": series,
+                "published": _published_bars(name, setup) if run.published else {},
+            }
     return result
 
 
@@ -80,17 +96,22 @@ def _published_bars(name: str, setup: str) -> dict[str, list[float]]:
     return published()["figure4"][name].get(setup, {}).get("relative", {})
 
 
-def _pooled(lookup: Lookup, datasets: Sequence[Dataset],
-            qe: Setting | None) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _pooled(
+    lookup: Lookup, datasets: Sequence[Dataset], qe: Setting | None
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """AP and number of positives of all queries that have any, over some data sets, by setup."""
     parts: dict[str, list[Scores]] = {}
     for dataset in datasets:
         for one in reported(lookup(Cell(dataset.name, None, None, qe)).scores):
             if one.evaluated.any():
                 parts.setdefault(one.setup, []).append(one)
-    return {setup: (np.concatenate([one.ap[one.evaluated] for one in found]),
-                    np.concatenate([one.positives[one.evaluated] for one in found]))
-            for setup, found in parts.items()}
+    return {
+        setup: (
+            np.concatenate([one.ap[one.evaluated] for one in found]),
+            np.concatenate([one.positives[one.evaluated] for one in found]),
+        )
+        for setup, found in parts.items()
+    }
 
 
 def weight_profiles(run: Run, rows: Sequence[Row], lookup: Lookup) -> dict[str, Any]:
@@ -115,8 +136,11 @@ def weight_profiles(run: Run, rows: Sequence[Row], lookup: Lookup) -> dict[str, 
         return abs(0.5 - counts["relevant"] / max(sum(counts.values()), 1))
 
     best = min(run.datasets_of("test"), key=imbalance)
-    return {"dataset": best.name, "k": k, "profiles": [
-        {"label": row.label, "method": row.method, **profile(row, best)} for row in expanding]}
+    return {
+        "dataset": best.name,
+        "k": k,
+        "profiles": [{"label": row.label, "method": row.method, **profile(row, best)} for row in expanding],
+    }
 
 
 def per_query(run: Run, rows: Sequence[Row], lookup: Lookup, ids: Callable[[str], list[str]]) -> list[dict[str, Any]]:
@@ -127,7 +151,14 @@ def per_query(run: Run, rows: Sequence[Row], lookup: Lookup, ids: Callable[[str]
         for number, one in enumerate(reported(lookup(rows[0].cell(dataset)).scores)):
             kept = np.flatnonzero(one.evaluated)
             after = {row.label: reported(lookup(row.cell(dataset)).scores)[number].ap[kept] for row in rows[1:]}
-            tables.append({"dataset": dataset.name, "setup": one.setup, "ids": [names[query] for query in kept],
-                           "positives": one.positives[kept].tolist(), "before": (100 * one.ap[kept]).tolist(),
-                           "after": {label: (100 * ap).tolist() for label, ap in after.items()}})
+            tables.append(
+                {
+                    "dataset": dataset.name,
+                    "setup": one.setup,
+                    "ids": [names[query] for query in kept],
+                    "positives": one.positives[kept].tolist(),
+                    "before": (100 * one.ap[kept]).tolist(),
+                    "after": {label: (100 * ap).tolist() for label, ap in after.items()},
+                }
+            )
     return tables

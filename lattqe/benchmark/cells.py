@@ -45,8 +45,12 @@ class Cell:
 
         digests: of the rows, the queries and the ground truth; models: digest of each model by its address.
         """
-        content = {"format": FORMAT, "inputs": dict(digests), "dba": _portable(self.dba, models),
-                   "qe": _portable(self.qe, models)} | ({} if self.rank is None else {"rank": self.rank.to_dict()})
+        content = {
+            "format": FORMAT,
+            "inputs": dict(digests),
+            "dba": _portable(self.dba, models),
+            "qe": _portable(self.qe, models),
+        } | ({} if self.rank is None else {"rank": self.rank.to_dict()})
         return xxhash.xxh3_128_hexdigest(canonical_json(content))
 
 
@@ -69,11 +73,17 @@ class Measured:
 
     def to_bytes(self, cell: Cell) -> bytes:
         """JSON with a checksum of itself; floats come back to the last bit."""
-        named = {name: setting.to_dict() if setting else None
-                 for name, setting in (("dba", cell.dba), ("qe", cell.qe), ("rank", cell.rank))}
-        content = {"cell": {"dataset": cell.dataset, "distractors": cell.distractors, **named},
-                   "scores": [one.to_dict() for one in self.scores], "weights": self.weights, "seconds": self.seconds,
-                   "peak_bytes": self.peak_bytes}
+        named = {
+            name: setting.to_dict() if setting else None
+            for name, setting in (("dba", cell.dba), ("qe", cell.qe), ("rank", cell.rank))
+        }
+        content = {
+            "cell": {"dataset": cell.dataset, "distractors": cell.distractors, **named},
+            "scores": [one.to_dict() for one in self.scores],
+            "weights": self.weights,
+            "seconds": self.seconds,
+            "peak_bytes": self.peak_bytes,
+        }
         return canonical_json({**content, "checksum": _checksum(content)})
 
     @classmethod
@@ -84,16 +94,26 @@ class Measured:
             raise ValueError("the checksum does not fit")
         if not content["scores"]:
             raise ValueError("no scores")
-        return cls(tuple(Scores.from_dict(one) for one in content["scores"]), content["weights"], content["seconds"],
-                   content["peak_bytes"])
+        return cls(
+            tuple(Scores.from_dict(one) for one in content["scores"]),
+            content["weights"],
+            content["seconds"],
+            content["peak_bytes"],
+        )
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(canonical_json(dict(content)))
 
 
-def measure(index: Index, xq: np.ndarray, truth: GroundTruth, pipelines: Sequence[Pipeline],
-            on_done: Callable[[Pipeline, Measured], None], exclude: np.ndarray | None = None) -> None:
+def measure(
+    index: Index,
+    xq: np.ndarray,
+    truth: GroundTruth,
+    pipelines: Sequence[Pipeline],
+    on_done: Callable[[Pipeline, Measured], None],
+    exclude: np.ndarray | None = None,
+) -> None:
     """Measure several ways of asking the same queries xq (nq, D) of one index; one search serves them all.
 
     The pipelines differ in `qe` and `rank`. exclude (nq,): the row of each query that is itself in the database.
@@ -122,8 +142,14 @@ def measure(index: Index, xq: np.ndarray, truth: GroundTruth, pipelines: Sequenc
         on_done(pipeline, Measured(scores, weights, seconds, peak))
 
 
-def _ranked(rows: GraphRows, xq: np.ndarray, setting: Setting, truth: GroundTruth,
-            exclude: np.ndarray | None, seconds: dict[str, float]) -> tuple[Scores, ...]:
+def _ranked(
+    rows: GraphRows,
+    xq: np.ndarray,
+    setting: Setting,
+    truth: GroundTruth,
+    exclude: np.ndarray | None,
+    seconds: dict[str, float],
+) -> tuple[Scores, ...]:
     """Scores of a ranking that is not by products; adds what its parts took."""
     ranker = graph_method(setting)
     preparing = ranker.prepare(rows)
@@ -131,8 +157,12 @@ def _ranked(rows: GraphRows, xq: np.ndarray, setting: Setting, truth: GroundTrut
     rankings = [block.astype(np.int32) for block in ranker.rankings(rows, xq, exclude)]
     ranked = time.perf_counter()
     scores = tuple(score_ranking(np.concatenate(rankings), truth).values())
-    seconds |= {"graph": rows.took["graph"], "prepare": preparing, "rank": ranked - started,
-                "evaluate": time.perf_counter() - ranked}
+    seconds |= {
+        "graph": rows.took["graph"],
+        "prepare": preparing,
+        "rank": ranked - started,
+        "evaluate": time.perf_counter() - ranked,
+    }
     return scores
 
 
@@ -152,8 +182,9 @@ def largest_k(setting: Setting) -> int | None:
     return method_of(setting).largest_k
 
 
-def _expand(index: Index, xq: np.ndarray, found: Found, setting: Setting, truth: GroundTruth,
-            exclude: np.ndarray | None) -> tuple[np.ndarray, dict[str, Any]]:
+def _expand(
+    index: Index, xq: np.ndarray, found: Found, setting: Setting, truth: GroundTruth, exclude: np.ndarray | None
+) -> tuple[np.ndarray, dict[str, Any]]:
     """Expanded queries (nq, D), and how the weights lie by rank and relevance."""
     method = method_of(setting)
     done = expand_queries(index, xq, method, setting.k, found=found, exclude=exclude)

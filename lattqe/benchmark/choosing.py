@@ -85,8 +85,15 @@ def dba_pipelines(run: Run, lookup: Lookup, method: Candidate) -> list[Pipeline]
     return [Pipeline(*pair) for pair in method.dba_settings(settled.params)] if settled is not None else []
 
 
-def _best(run: Run, lookup: Lookup, method: Candidate | GraphCandidate, kind: str, label: str,
-          pipelines: Sequence[Pipeline], grid: bool) -> Row:
+def _best(
+    run: Run,
+    lookup: Lookup,
+    method: Candidate | GraphCandidate,
+    kind: str,
+    label: str,
+    pipelines: Sequence[Pipeline],
+    grid: bool,
+) -> Row:
     choose = method.choose if grid or method.choose == "model" else "fixed"
     best = pipelines[0]
     if len(pipelines) > 1:  # the first of equals: a function of the grid's order, not of rounding in some sort
@@ -96,9 +103,12 @@ def _best(run: Run, lookup: Lookup, method: Candidate | GraphCandidate, kind: st
 
 def choose_rows(run: Run, lookup: Lookup) -> list[Row]:
     """All lines of Table 3: no expansion, queries, database and queries, the whole graph."""
-    return [NO_EXPANSION, *(qe_row(run, lookup, method) for method in run.methods),
-            *(dba_row(run, lookup, method) for method in run.methods if method.ndba),
-            *(graph_row(run, lookup, method) for method in run.graph_methods)]
+    return [
+        NO_EXPANSION,
+        *(qe_row(run, lookup, method) for method in run.methods),
+        *(dba_row(run, lookup, method) for method in run.methods if method.ndba),
+        *(graph_row(run, lookup, method) for method in run.graph_methods),
+    ]
 
 
 def sweep(run: Run, row: Row) -> list[Setting]:
@@ -114,8 +124,11 @@ def sweep_lines(run: Run, rows: Sequence[Row]) -> list[tuple[str, str, list[Sett
     """The lines of figure 3: label, method and settings; those of the table, then further ones that the run names."""
     lines = [(row.label, row.method, sweep(run, row)) for row in rows]
     taken = {(settings[0].method, settings[0].params) for _, _, settings in lines if settings}
-    lines += [(label, kept.method, [replace(kept, k=k) for k in run.nqe_sweep]) for label, kept in run.more_sweeps
-              if (kept.method, kept.params) not in taken]
+    lines += [
+        (label, kept.method, [replace(kept, k=k) for k in run.nqe_sweep])
+        for label, kept in run.more_sweeps
+        if (kept.method, kept.params) not in taken
+    ]
     return [line for line in lines if line[2]]
 
 
@@ -151,8 +164,9 @@ def _qe_grid(run: Run, lookup: Lookup) -> Iterable[Cell]:
     for method in run.methods:
         settings = method.qe_settings()
         if len(settings) > 1:
-            yield from (Cell(dataset.name, None, None, setting) for dataset in judges(run, method)
-                        for setting in settings)
+            yield from (
+                Cell(dataset.name, None, None, setting) for dataset in judges(run, method) for setting in settings
+            )
 
 
 def _dba_grid(run: Run, lookup: Lookup) -> Iterable[Cell]:
@@ -172,8 +186,16 @@ def _shown_cells(run: Run, lookup: Lookup) -> Iterable[Cell]:
     rows = choose_rows(run, lookup)
     tested = run.datasets_of("test")
     yield from (row.cell(dataset, distractors) for dataset, distractors in run.columns() for row in rows)
-    yield from (Cell(dataset.name, None, None, setting) for dataset in tested
-                for _, _, settings in sweep_lines(run, rows) for setting in settings)
-    yield from (Cell(dataset.name, None, None, regime_setting(run, row)) for dataset in tested for row in rows
-                if row.kind == "qe")
+    yield from (
+        Cell(dataset.name, None, None, setting)
+        for dataset in tested
+        for _, _, settings in sweep_lines(run, rows)
+        for setting in settings
+    )
+    yield from (
+        Cell(dataset.name, None, None, regime_setting(run, row))
+        for dataset in tested
+        for row in rows
+        if row.kind == "qe"
+    )
     yield from (Cell(dataset.name, None, None, each.setting) for dataset in tested for each in run.ablations)

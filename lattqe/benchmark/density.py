@@ -73,8 +73,9 @@ class DensityCell:
 def load_photo_sets(data: str | None, columns: int) -> list[LabelledSet]:
     """The test splits of the photographs."""
     splits = [photos.load_photos(name, "test", photos.photos_in(data), columns=columns) for name in photos.SETS]
-    return [LabelledSet(one.name, one.xb, one.labels, one.ids, one.xq, one.query_labels, one.query_ids)
-            for one in splits]
+    return [
+        LabelledSet(one.name, one.xb, one.labels, one.ids, one.xq, one.query_labels, one.query_ids) for one in splits
+    ]
 
 
 def load_own_set(features: str, queries: str | None) -> LabelledSet:
@@ -91,8 +92,15 @@ def load_own_set(features: str, queries: str | None) -> LabelledSet:
             raise LattqeError(f"{asked.uri} has {asked.dim} columns, {stored.uri} has {stored.dim}: extract both alike")
         labels, query_labels = comparable_labels(stored, asked)
         kept = np.setdiff1d(np.arange(stored.rows), rows_of_queries(stored, asked))  # queries leave the database
-        return LabelledSet(name, xb[kept], labels[kept], [ids[row] for row in kept], asked.read().astype(np.float32),
-                           query_labels, asked.ids())
+        return LabelledSet(
+            name,
+            xb[kept],
+            labels[kept],
+            [ids[row] for row in kept],
+            asked.read().astype(np.float32),
+            query_labels,
+            asked.ids(),
+        )
     labels = stored.labels()
     order = np.random.default_rng(SEED).permutation(len(labels))
     classes, first, counts = np.unique(labels[order], return_index=True, return_counts=True)
@@ -100,8 +108,9 @@ def load_own_set(features: str, queries: str | None) -> LabelledSet:
     if not len(held):
         raise LattqeError(f"{stored.uri}: no two images have the same label: there is nothing to find")
     rest = np.setdiff1d(np.arange(len(labels)), held)
-    return LabelledSet(name, xb[rest], labels[rest], [ids[row] for row in rest], xb[held], labels[held],
-                       [ids[row] for row in held])
+    return LabelledSet(
+        name, xb[rest], labels[rest], [ids[row] for row in rest], xb[held], labels[held], [ids[row] for row in held]
+    )
 
 
 def cut(one: LabelledSet, relevant: int, seed: int = SEED) -> np.ndarray:
@@ -125,37 +134,76 @@ def make_cells(sets: Sequence[LabelledSet], folder: str, relevant: Sequence[int]
             rows = cut(one, m)
             own = (one.xb[rows], [one.ids[row] for row in rows], one.labels[rows])
             for crowded in (False, True) if others else (False,):
-                more = [(other.xb, [f"{other.name}/{each}" for each in other.ids],
-                         np.full(len(other.xb), -1, dtype=np.int32)) for other in others] if crowded else []
+                more = (
+                    [
+                        (
+                            other.xb,
+                            [f"{other.name}/{each}" for each in other.ids],
+                            np.full(len(other.xb), -1, dtype=np.int32),
+                        )
+                        for other in others
+                    ]
+                    if crowded
+                    else []
+                )
                 name = f"{one.name}-{columns}-{m or 'all'}{'-crowded' if crowded else ''}"
-                database = store(f"{base}/{name}", [own, *more], columns,
-                                 {**origin, "relevant": m, "distractors": crowded})
+                database = store(
+                    f"{base}/{name}", [own, *more], columns, {**origin, "relevant": m, "distractors": crowded}
+                )
                 cells.append(DensityCell(Dataset(name, database.uri, queries.uri), one.name, columns, m, crowded))
     return cells
 
 
 def rivals() -> tuple[tuple[Candidate, ...], tuple[GraphCandidate, ...]]:
     """Every method without learning over a small grid that reaches from sparse to dense; diffusion and propagation."""
-    grids: dict[str, tuple[int, ...]] = {"aqe": (1, 2, 4, 8), "aqewd": (2, 3, 5, 8, 16), "alphaqe": (4, 10, 36),
-                                         "dqe": (2, 8)}
+    grids: dict[str, tuple[int, ...]] = {
+        "aqe": (1, 2, 4, 8),
+        "aqewd": (2, 3, 5, 8, 16),
+        "alphaqe": (4, 10, 36),
+        "dqe": (2, 8),
+    }
     pairs = {"aqewd": ((4, 12, 24), (4, 12))}
-    plain = [Candidate(name, of.label, "test", grids.get(name, of.tries_k), *pairs.get(name, ((), ())))
-             for name, of in METHODS.items() if not of.learned]
+    plain = [
+        Candidate(name, of.label, "test", grids.get(name, of.tries_k), *pairs.get(name, ((), ())))
+        for name, of in METHODS.items()
+        if not of.learned
+    ]
     decay = METHODS["aqewd"]
     before = Pipeline(Setting("aqewd", 12), Setting("aqewd", 8))
     return tuple(plain), (
         graph_candidate("diffusion", "test", kq=(2, 5), kd=(5, 20), gamma=(3.0,), alpha=(0.9, 0.99)),
-        graph_candidate("diffusion", "test", f"{decay.dba_label} + {decay.label} + diffusion", before, kq=(10,),
-                        kd=(20,), gamma=(6.0,), alpha=(0.9,)),
-        graph_candidate("propagation", "test", f"propagation + {decay.label}", Pipeline(qe=Setting("aqewd", 12)),
-                        k=(4, 10), hops=(1, 8)))
+        graph_candidate(
+            "diffusion",
+            "test",
+            f"{decay.dba_label} + {decay.label} + diffusion",
+            before,
+            kq=(10,),
+            kd=(20,),
+            gamma=(6.0,),
+            alpha=(0.9,),
+        ),
+        graph_candidate(
+            "propagation",
+            "test",
+            f"propagation + {decay.label}",
+            Pipeline(qe=Setting("aqewd", 12)),
+            k=(4, 10),
+            hops=(1, 8),
+        ),
+    )
 
 
 def density_run(cells: Sequence[DensityCell], model: str) -> Run:
     """Everything on every cell; the model with the setting that it was trained for."""
     plain, graph = rivals()
-    return Run("Will it help? Gain over density", tuple(cell.dataset for cell in cells), (*plain, as_trained(model)),
-               nqe_sweep=(), bootstrap=2_000, graph_methods=(*graph, *with_hops(model)))
+    return Run(
+        "Will it help? Gain over density",
+        tuple(cell.dataset for cell in cells),
+        (*plain, as_trained(model)),
+        nqe_sweep=(),
+        bootstrap=2_000,
+        graph_methods=(*graph, *with_hops(model)),
+    )
 
 
 def gains(run: Run, cells: Sequence[DensityCell], source: Source) -> dict[str, Any]:
@@ -168,35 +216,78 @@ def gains(run: Run, cells: Sequence[DensityCell], source: Source) -> dict[str, A
     for group in dict.fromkeys(cell.group for cell in cells):
         mine = [cell for cell in cells if cell.group == group]
         lines = [_line(row, mine, source) for row in rows]
-        best = max((line for line in lines if not is_learned(line["method"]) and line["method"] != "none"),
-                   key=lambda line: line["tuned"])
+        best = max(
+            (line for line in lines if not is_learned(line["method"]) and line["method"] != "none"),
+            key=lambda line: line["tuned"],
+        )
         intervals = []
         for row in (row for row in rows if is_learned(row.method)):
-            for against, label, setting in ((rows[0], "no expansion", "one setting"),
-                                            (rows[lines.index(best)], best["label"], "tuned for each set")):
-                intervals.append({"after": row.label, "before": label, "before_setting": setting,
-                                  **_interval(run, mine, row, against, setting != "one setting", source)})
-        groups.append({"columns": group[0], "crowded": group[1], "relevant": group[2], "sets": len(mine),
-                       "rows": int(np.mean([source.sizes(cell.dataset.name)[0] for cell in mine])),
-                       "lines": lines, "best_rival": best["label"], "intervals": intervals})
-    return {"title": run.title, "groups": groups,
-            "settings": [{"label": row.label, "kind": row.kind, "method": row.method, "choose": row.choose,
-                          **describe_steps(row.pipeline)} for row in rows],
-            "cells": [{"name": cell.dataset.name, "set": cell.source, "columns": cell.columns,
-                       "relevant": cell.relevant, "crowded": cell.crowded,
-                       "map": {row.label: tried_on(cell.dataset, (row.pipeline,), source)[0] for row in rows}}
-                      for cell in cells]}
+            for against, label, setting in (
+                (rows[0], "no expansion", "one setting"),
+                (rows[lines.index(best)], best["label"], "tuned for each set"),
+            ):
+                intervals.append(
+                    {
+                        "after": row.label,
+                        "before": label,
+                        "before_setting": setting,
+                        **_interval(run, mine, row, against, setting != "one setting", source),
+                    }
+                )
+        groups.append(
+            {
+                "columns": group[0],
+                "crowded": group[1],
+                "relevant": group[2],
+                "sets": len(mine),
+                "rows": int(np.mean([source.sizes(cell.dataset.name)[0] for cell in mine])),
+                "lines": lines,
+                "best_rival": best["label"],
+                "intervals": intervals,
+            }
+        )
+    return {
+        "title": run.title,
+        "groups": groups,
+        "settings": [
+            {
+                "label": row.label,
+                "kind": row.kind,
+                "method": row.method,
+                "choose": row.choose,
+                **describe_steps(row.pipeline),
+            }
+            for row in rows
+        ],
+        "cells": [
+            {
+                "name": cell.dataset.name,
+                "set": cell.source,
+                "columns": cell.columns,
+                "relevant": cell.relevant,
+                "crowded": cell.crowded,
+                "map": {row.label: tried_on(cell.dataset, (row.pipeline,), source)[0] for row in rows},
+            }
+            for cell in cells
+        ],
+    }
 
 
 def _line(row: Row, cells: Sequence[DensityCell], source: Source) -> dict[str, Any]:
     one = [tried_on(cell.dataset, (row.pipeline,), source)[0] for cell in cells]
     tuned = [tried_on(cell.dataset, row.tried, source)[0] for cell in cells]
-    return {"label": row.label, "kind": row.kind, "method": row.method, "one": float(np.mean(one)),
-            "tuned": float(np.mean(tuned))}
+    return {
+        "label": row.label,
+        "kind": row.kind,
+        "method": row.method,
+        "one": float(np.mean(one)),
+        "tuned": float(np.mean(tuned)),
+    }
 
 
-def _interval(run: Run, cells: Sequence[DensityCell], after: Row, before: Row, tuned: bool,
-              source: Source) -> dict[str, Any]:
+def _interval(
+    run: Run, cells: Sequence[DensityCell], after: Row, before: Row, tuned: bool, source: Source
+) -> dict[str, Any]:
     """Paired bootstrap over the queries of all sets, in percent."""
     sides: list[list[Any]] = [[], []]
     for cell in cells:
@@ -206,4 +297,6 @@ def _interval(run: Run, cells: Sequence[DensityCell], after: Row, before: Row, t
             sides[side].append(reported(found.scores))
     content = paired_bootstrap(sides[0], sides[1], samples=run.bootstrap).to_dict()
     return {name: 100 * content[name] for name in ("difference", "low", "high")} | {
-        "significant": content["significant"], "samples": content["samples"]}
+        "significant": content["significant"],
+        "samples": content["samples"],
+    }

@@ -30,8 +30,10 @@ class Inputs:
         """Open a data set; queries or rows that do not fit the ground truth are refused."""
         database, queries = FeatureSet.open(dataset.database), FeatureSet.open(dataset.queries)
         if database.dim != queries.dim:
-            raise LattqeError(f"{dataset.name}: the database has {database.dim} dimensions and the queries "
-                              f"{queries.dim}: use one extractor for both")
+            raise LattqeError(
+                f"{dataset.name}: the database has {database.dim} dimensions and the queries "
+                f"{queries.dim}: use one extractor for both"
+            )
         if dataset.truth == "labels":
             rows = own_rows(dataset.name, database, queries)
             truth = _label_truth(dataset.name, database, queries, rows)
@@ -62,8 +64,10 @@ def own_rows(name: str, database: FeatureSet, queries: FeatureSet) -> np.ndarray
     rows = rows_of_queries(database, queries)
     inside = int((rows >= 0).sum())
     if 0 < inside < len(rows):
-        raise LattqeError(f"{name}: {inside} of the {len(rows)} queries of {queries.uri} are also in {database.uri}: "
-                          "give queries that are all in the database or all outside it")
+        raise LattqeError(
+            f"{name}: {inside} of the {len(rows)} queries of {queries.uri} are also in {database.uri}: "
+            "give queries that are all in the database or all outside it"
+        )
     return rows if inside else None
 
 
@@ -71,21 +75,27 @@ def _label_truth(name: str, database: FeatureSet, queries: FeatureSet, rows: np.
     """Relevant is what has the query's label; a query without any is refused, because its AP would mean nothing."""
     for role, features in (("database", database), ("queries", queries)):
         if not features.has_labels:
-            raise LattqeError(f"{name}: the {role} in {features.uri} have no labels: import them with labels, or "
-                              "give a ground truth file as truth")
+            raise LattqeError(
+                f"{name}: the {role} in {features.uri} have no labels: import them with labels, or "
+                "give a ground truth file as truth"
+            )
     labels, query_labels = comparable_labels(database, queries)
     truth = LabelTruth(labels, query_labels=query_labels) if rows is None else LabelTruth(labels, query_rows=rows)
     if not truth.counts.any():
-        raise LattqeError(f"{name}: no query has a label that is in the database: do the labels of {database.uri} and "
-                          f"{queries.uri} belong together?")
+        raise LattqeError(
+            f"{name}: no query has a label that is in the database: do the labels of {database.uri} and "
+            f"{queries.uri} belong together?"
+        )
     return truth
 
 
 def _check_rows(name: str, gnd: RevisitedSet, database: FeatureSet, queries: FeatureSet) -> None:
     """Refuse features that are not those of imlist and qimlist; ids tell what is missing, where there are any."""
     if database.rows > gnd.database_rows:
-        raise LattqeError(f"{name}: the database has {database.rows} rows, but imlist of the ground truth "
-                          f"{gnd.database_rows}: distractors belong into [[distractors]]")
+        raise LattqeError(
+            f"{name}: the database has {database.rows} rows, but imlist of the ground truth "
+            f"{gnd.database_rows}: distractors belong into [[distractors]]"
+        )
     try:
         gnd.check_database(database.ids(), f"the database {database.uri}")
         gnd.check_queries(queries.ids(), f"the queries {queries.uri}")

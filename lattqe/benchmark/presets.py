@@ -7,14 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lattqe.benchmark.density import (
-    RELEVANT,
-    DensityCell,
-    density_run,
-    load_own_set,
-    load_photo_sets,
-    make_cells,
-)
+from lattqe.benchmark.density import RELEVANT, DensityCell, density_run, load_own_set, load_photo_sets, make_cells
 from lattqe.benchmark.spec import (
     Candidate,
     Dataset,
@@ -40,8 +33,12 @@ from lattqe.store.models import model_address
 PHOTO_COLUMNS = 128  # trains in minutes on two cores
 DENSITY_COLUMNS = (128, 512)
 # nDBA and the nQE with it for classes of fifty and more images, where augmentation is worth more neighbors.
-PHOTO_DBA = {"aqe": ((4, 8, 12), (2, 4, 8)), "aqewd": ((8, 12, 16, 24, 36), (8, 12, 16, 24)),
-             "dqe": ((4, 8, 12), (4, 8, 12)), "alphaqe": ((8, 16, 24, 36), (8, 16, 24))}
+PHOTO_DBA = {
+    "aqe": ((4, 8, 12), (2, 4, 8)),
+    "aqewd": ((8, 12, 16, 24, 36), (8, 12, 16, 24)),
+    "dqe": ((4, 8, 12), (4, 8, 12)),
+    "alphaqe": ((8, 16, 24, 36), (8, 16, 24)),
+}
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,12 @@ def competitors() -> list[Candidate]:
 
 def photo_competitors() -> list[Candidate]:
     """The same for classes of fifty and more images."""
-    return [replace(one, ndba=PHOTO_DBA[one.method][0], nqe_with_dba=PHOTO_DBA[one.method][1])
-            if one.method in PHOTO_DBA else one for one in competitors()]
+    return [
+        replace(one, ndba=PHOTO_DBA[one.method][0], nqe_with_dba=PHOTO_DBA[one.method][1])
+        if one.method in PHOTO_DBA
+        else one
+        for one in competitors()
+    ]
 
 
 def paper_competitors() -> list[Candidate]:
@@ -88,8 +89,13 @@ def paper_competitors() -> list[Candidate]:
 
 # Figure 3 shows αQE with these powers, figure 4 these settings.
 PAPER_ALPHAS = tuple((f"αQE, α = {alpha:g}", Setting("alphaqe", 1, (("alpha", alpha),))) for alpha in (2.0, 3.0, 4.0))
-PAPER_REGIMES = (Setting("aqe", 4), Setting("aqewd", 4), Setting("dqe", 4, (("C", 0.1), ("negatives", 5))),
-                 Setting("alphaqe", 72, (("alpha", 3.0),)), Setting("lattqe", 64))
+PAPER_REGIMES = (
+    Setting("aqe", 4),
+    Setting("aqewd", 4),
+    Setting("dqe", 4, (("C", 0.1), ("negatives", 5))),
+    Setting("alphaqe", 72, (("alpha", 3.0),)),
+    Setting("lattqe", 64),
+)
 
 
 def graph_rivals() -> tuple[GraphCandidate, ...]:
@@ -99,12 +105,22 @@ def graph_rivals() -> tuple[GraphCandidate, ...]:
     after = f"{decay.dba_label} + {decay.label} + "
     alone: dict[str, Any] = {"kq": (5, 10), "kd": (20, 30), "gamma": (3.0,), "alpha": (0.9, 0.99)}
     behind: dict[str, Any] = {"kq": (10, 20), "kd": (20, 30), "gamma": (6.0,), "alpha": (0.9, 0.97)}
-    return (graph_candidate("diffusion", "test", **alone),
-            graph_candidate("diffusion", "test", f"{after}diffusion", before, **behind),
-            graph_candidate("offline-diffusion", "test", kq=(5, 10), kd=(20,), gamma=(3.0,), alpha=(0.9, 0.99)),
-            graph_candidate("offline-diffusion", "test", f"{after}offline diffusion", before, kq=(10, 20), kd=(20,),
-                            gamma=(6.0,), alpha=(0.9,)),
-            graph_candidate("propagation", "test", f"propagation + {decay.label}", Pipeline(qe=Setting("aqewd", 12))))
+    return (
+        graph_candidate("diffusion", "test", **alone),
+        graph_candidate("diffusion", "test", f"{after}diffusion", before, **behind),
+        graph_candidate("offline-diffusion", "test", kq=(5, 10), kd=(20,), gamma=(3.0,), alpha=(0.9, 0.99)),
+        graph_candidate(
+            "offline-diffusion",
+            "test",
+            f"{after}offline diffusion",
+            before,
+            kq=(10, 20),
+            kd=(20,),
+            gamma=(6.0,),
+            alpha=(0.9,),
+        ),
+        graph_candidate("propagation", "test", f"propagation + {decay.label}", Pipeline(qe=Setting("aqewd", 12))),
+    )
 
 
 def all_methods(model: str | None, others: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -146,9 +162,13 @@ def photos_run(options: Options) -> Run:
     if len(columns) > 1:
         raise LattqeError(f"the photos preset measures one width at a time, not {len(columns)}: give one --columns")
     datasets, distractors = photo_sets(options.data, options.folder, columns[0])
-    return Run("Photographs: birds, cars, groceries, objects", tuple(datasets),
-               all_methods(options.model, photo_competitors()), tuple(distractors),
-               graph_methods=(*graph_rivals(), *with_hops(model_address(options.model))))
+    return Run(
+        "Photographs: birds, cars, groceries, objects",
+        tuple(datasets),
+        all_methods(options.model, photo_competitors()),
+        tuple(distractors),
+        graph_methods=(*graph_rivals(), *with_hops(model_address(options.model))),
+    )
 
 
 def synthetic_run(folder: str, methods: tuple[Candidate, ...], world: SyntheticWorld | None = None) -> Run:
@@ -177,12 +197,20 @@ def revisited_run(options: Options) -> Run:
     if options.data is None:
         raise LattqeError("where are the features of roxford5k and rparis6k? Name their folder with --data")
     data = options.data.rstrip("/")
-    datasets = tuple(Dataset(name, f"{data}/{name}", f"{data}/{name}-queries", f"{data}/gnd_{name}.pkl")
-                     for name in ("roxford5k", "rparis6k"))
+    datasets = tuple(
+        Dataset(name, f"{data}/{name}", f"{data}/{name}-queries", f"{data}/gnd_{name}.pkl")
+        for name in ("roxford5k", "rparis6k")
+    )
     there = open_place(f"{data}/r1m").exists("manifest.json")
-    return Run("Revisited Oxford and Paris", datasets, all_methods(options.model, paper_competitors()),
-               (Distractors("r1m", f"{data}/r1m"),) if there else (), published=True, more_sweeps=PAPER_ALPHAS,
-               regime_settings=PAPER_REGIMES)
+    return Run(
+        "Revisited Oxford and Paris",
+        datasets,
+        all_methods(options.model, paper_competitors()),
+        (Distractors("r1m", f"{data}/r1m"),) if there else (),
+        published=True,
+        more_sweeps=PAPER_ALPHAS,
+        regime_settings=PAPER_REGIMES,
+    )
 
 
 @lru_cache(maxsize=1)  # the run and its report ask for the same ones
@@ -197,8 +225,10 @@ def density_cells(options: Options) -> list[DensityCell]:
     else:
         queries: tuple[str | None, ...] = options.queries or (None,) * len(options.features)
         if len(queries) != len(options.features):
-            raise LattqeError(f"{len(queries)} --queries for {len(options.features)} --features: give one for each, or "
-                              "none to hold some images out")
+            raise LattqeError(
+                f"{len(queries)} --queries for {len(options.features)} --features: give one for each, or "
+                "none to hold some images out"
+            )
         sets = [load_own_set(features, asked) for features, asked in zip(options.features, queries)]
         names = [one.name for one in sets]
         if len(set(names)) < len(names):
@@ -207,14 +237,21 @@ def density_cells(options: Options) -> list[DensityCell]:
 
 
 PRESETS: dict[str, Preset] = {
-    "revisited": Preset("Revisited Oxford and Paris, for those who have the features", ("data", "model"),
-                        revisited_run),
+    "revisited": Preset(
+        "Revisited Oxford and Paris, for those who have the features", ("data", "model"), revisited_run
+    ),
     "photos": Preset("four sets of photographs", ("data", "model", "columns"), photos_run),
-    "synthetic": Preset("synthetic landmarks, made on the spot", ("model",), lambda options: synthetic_run(
-        options.folder, all_methods(options.model, competitors()))),
-    "density": Preset("will it help my collection? Labelled sets cut to 1, 2, 4, 8, 16 and all relevant images",
-                      ("data", "model", "columns", "features", "queries", "relevant"),
-                      lambda options: density_run(density_cells(options), model_address(options.model)), density_cells),
+    "synthetic": Preset(
+        "synthetic landmarks, made on the spot",
+        ("model",),
+        lambda options: synthetic_run(options.folder, all_methods(options.model, competitors())),
+    ),
+    "density": Preset(
+        "will it help my collection? Labelled sets cut to 1, 2, 4, 8, 16 and all relevant images",
+        ("data", "model", "columns", "features", "queries", "relevant"),
+        lambda options: density_run(density_cells(options), model_address(options.model)),
+        density_cells,
+    ),
 }
 
 
@@ -224,6 +261,7 @@ def preset_run(name: str, options: Options) -> Run:
     for option in (each.name for each in fields(options) if each.name != "folder"):
         if getattr(options, option) is not None and option not in preset.takes:
             having = [other for other, each in PRESETS.items() if option in each.takes]
-            raise LattqeError(f"the preset {name} takes no --{option}, which belongs to {', '.join(having)}: leave it "
-                              "out")
+            raise LattqeError(
+                f"the preset {name} takes no --{option}, which belongs to {', '.join(having)}: leave it out"
+            )
     return preset.make(replace(options, folder=options.folder.rstrip("/")))

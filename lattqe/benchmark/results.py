@@ -60,12 +60,25 @@ def table3(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]
         cells = {column_name(*column): row.cell(*column) for column in run.columns()}
         scores = {name: reported(source.lookup(cell).scores) for name, cell in cells.items()}
         values = {name: _percent(found) for name, found in scores.items()}
-        precision = {name: {one.setup: {str(k): 100 * float(value) for k, value in zip(one.ks, one.mean_precision)}
-                            for one in found} for name, found in scores.items()}
-        lines.append({"kind": row.kind, "method": row.method, "label": row.label, "choose": row.choose,
-                      **describe_steps(row.pipeline),
-                      "map": values, "precision": precision, "mean": _mean(values),
-                      "cells": {name: source.key(cell) for name, cell in cells.items()}})
+        precision = {
+            name: {
+                one.setup: {str(k): 100 * float(value) for k, value in zip(one.ks, one.mean_precision)} for one in found
+            }
+            for name, found in scores.items()
+        }
+        lines.append(
+            {
+                "kind": row.kind,
+                "method": row.method,
+                "label": row.label,
+                "choose": row.choose,
+                **describe_steps(row.pipeline),
+                "map": values,
+                "precision": precision,
+                "mean": _mean(values),
+                "cells": {name: source.key(cell) for name, cell in cells.items()},
+            }
+        )
     return lines
 
 
@@ -75,8 +88,10 @@ def table2(run: Run, lookup: Lookup) -> list[dict[str, Any]]:
     variants += [(each.label, each.setting) for each in run.ablations]
     lines = []
     for label, setting in variants if run.ablations else ():
-        values = {dataset.name: _percent(reported(lookup(Cell(dataset.name, None, None, setting)).scores))
-                  for dataset in run.datasets_of("test")}
+        values = {
+            dataset.name: _percent(reported(lookup(Cell(dataset.name, None, None, setting)).scores))
+            for dataset in run.datasets_of("test")
+        }
         lines.append({"label": label, "nqe": setting.k if setting else None, "map": values, "mean": _mean(values)})
     return lines
 
@@ -88,9 +103,16 @@ def cost(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]]:
         for column in run.columns():
             cell = row.cell(*column)
             measured = source.lookup(cell)
-            lines.append({"label": row.label, "column": column_name(*column), "seconds": measured.seconds,
-                          "queries": source.sizes(column[0].name)[1],
-                          "index_seconds": source.index_seconds(cell), "peak_bytes": measured.peak_bytes})
+            lines.append(
+                {
+                    "label": row.label,
+                    "column": column_name(*column),
+                    "seconds": measured.seconds,
+                    "queries": source.sizes(column[0].name)[1],
+                    "index_seconds": source.index_seconds(cell),
+                    "peak_bytes": measured.peak_bytes,
+                }
+            )
     return lines
 
 
@@ -105,19 +127,31 @@ def everything(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, 
     for row in rows:
         values = {dataset.name: tried_on(dataset, (row.pipeline,), source)[0] for dataset in tested}
         best = {dataset.name: tried_on(dataset, row.tried, source) for dataset in tested}
-        lines.append({"kind": row.kind, "method": row.method, "label": row.label, "choose": row.choose,
-                      **describe_steps(row.pipeline), "map": values, "mean": float(np.mean(list(values.values()))),
-                      "tried": len(row.tried), "tuned": {name: found[0] for name, found in best.items()},
-                      "tuned_mean": float(np.mean([found[0] for found in best.values()])),
-                      "tuned_settings": {name: describe_steps(found[1]) for name, found in best.items()},
-                      **_per_million(row, tested, source)})
+        lines.append(
+            {
+                "kind": row.kind,
+                "method": row.method,
+                "label": row.label,
+                "choose": row.choose,
+                **describe_steps(row.pipeline),
+                "map": values,
+                "mean": float(np.mean(list(values.values()))),
+                "tried": len(row.tried),
+                "tuned": {name: found[0] for name, found in best.items()},
+                "tuned_mean": float(np.mean([found[0] for found in best.values()])),
+                "tuned_settings": {name: describe_steps(found[1]) for name, found in best.items()},
+                **_per_million(row, tested, source),
+            }
+        )
     return lines
 
 
 def tried_on(dataset: Dataset, pipelines: Sequence[Pipeline], source: Source) -> tuple[float, Pipeline]:
     """The best of some pipelines on one set, mean over its setups in percent; the first of equals."""
-    found = [(100 * float(np.mean([one.mean_ap for one in reported(source.lookup(cell_of(dataset, each)).scores)])),
-              each) for each in pipelines]
+    found = [
+        (100 * float(np.mean([one.mean_ap for one in reported(source.lookup(cell_of(dataset, each)).scores)])), each)
+        for each in pipelines
+    ]
     return max(found, key=lambda pair: pair[0])
 
 
@@ -138,13 +172,22 @@ def assemble(run: Run, source: Source, facts: Mapping[str, Any]) -> dict[str, An
     """The whole result of a run; `facts` are what the job knows of its inputs."""
     rows = choose_rows(run, source.lookup)
     table = table3(run, rows, source)
-    return {"format": FORMAT, "title": run.title, "version": __version__, **facts,
-            "table3": table, "findings": findings(table), "table2": table2(run, source.lookup),
-            "differences": differences(run, rows, source.lookup), "cost": cost(run, rows, source),
-            "everything": everything(run, rows, source),
-            "figure3": figure3(run, rows, source.lookup), "figure4": figure4(run, rows, source.lookup),
-            "weights": weight_profiles(run, rows, source.lookup),
-            "per_query": per_query(run, rows, source.lookup, source.query_ids)}
+    return {
+        "format": FORMAT,
+        "title": run.title,
+        "version": __version__,
+        **facts,
+        "table3": table,
+        "findings": findings(table),
+        "table2": table2(run, source.lookup),
+        "differences": differences(run, rows, source.lookup),
+        "cost": cost(run, rows, source),
+        "everything": everything(run, rows, source),
+        "figure3": figure3(run, rows, source.lookup),
+        "figure4": figure4(run, rows, source.lookup),
+        "weights": weight_profiles(run, rows, source.lookup),
+        "per_query": per_query(run, rows, source.lookup, source.query_ids),
+    }
 
 
 def findings(table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -160,12 +203,19 @@ def findings(table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found += _leads("LAttQE is the best query expansion", queries)
     alone = {row["method"]: row["mean"] for row in queries}
     if both:
-        found.append(_all("every method gains by augmenting the database too", both,
-                          lambda row: row["mean"] > alone[row["method"]]))
+        found.append(
+            _all(
+                "every method gains by augmenting the database too",
+                both,
+                lambda row: row["mean"] > alone[row["method"]],
+            )
+        )
         found += _leads("LAttDBA + LAttQE is the best of all", [*both, *queries])
     if by_kind["graph"]:
-        found += _leads("LAttDBA + LAttQE is better than diffusion and propagation", [
-            *(row for row in both if is_learned(row["method"])), *by_kind["graph"]])
+        found += _leads(
+            "LAttDBA + LAttQE is better than diffusion and propagation",
+            [*(row for row in both if is_learned(row["method"])), *by_kind["graph"]],
+        )
     return found
 
 

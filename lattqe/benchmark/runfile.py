@@ -60,11 +60,14 @@ def parse_run(content: Mapping[str, Any], folder: Path, where: str) -> Run:
         methods=tuple(_method(entry) for entry in top.tables("method") if not _on_graph(entry)),
         graph_methods=tuple(_graph_method(entry) for entry in top.tables("method") if _on_graph(entry)),
         distractors=tuple(_distractors(entry) for entry in top.tables("distractors")),
-        ablations=(*(_ablation(entry) for entry in top.tables("ablation")),
-                   *(trained_ablations(top.address("ablations")) if "ablations" in content else ())),
+        ablations=(
+            *(_ablation(entry) for entry in top.tables("ablation")),
+            *(trained_ablations(top.address("ablations")) if "ablations" in content else ()),
+        ),
         nqe_sweep=top.numbers("nqe_sweep", NQE_SWEEP),
         published=top.flag("published"),
-        bootstrap=top.numbers("bootstrap", (10_000,))[0])
+        bootstrap=top.numbers("bootstrap", (10_000,))[0],
+    )
     _check_run(run, where)
     return run
 
@@ -82,8 +85,12 @@ def _check_run(run: Run, where: str) -> None:
         if each.of is not None and each.of not in names:
             raise LattqeError(f"{where}: distractors {each.name!r} are of {each.of!r}, which is no [[dataset]]")
     columns = [f"{dataset.name}+{distractors}" for dataset, distractors in run.columns()]
-    for kind, found in (("dataset", names), ("distractors", columns), ("method", [one.label for one in run.entries]),
-                        ("ablation", [one.label for one in run.ablations])):
+    for kind, found in (
+        ("dataset", names),
+        ("distractors", columns),
+        ("method", [one.label for one in run.entries]),
+        ("ablation", [one.label for one in run.ablations]),
+    ):
         twice = sorted({name for name in found if found.count(name) > 1})
         if twice:
             raise LattqeError(f"{where}: two entries of [[{kind}]] are called {twice[0]!r}")
@@ -108,8 +115,9 @@ class Entry:
         entries = self.content.get(key, [])
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise LattqeError(f"{self.where}: write each {key} as a table [[{key}]]")
-        return [Entry(entry, self.folder, f"{self.where}, {key} {number}")
-                for number, entry in enumerate(entries, start=1)]
+        return [
+            Entry(entry, self.folder, f"{self.where}, {key} {number}") for number, entry in enumerate(entries, start=1)
+        ]
 
     def text(self, key: str, default: str | None = None) -> str:
         """A text that is not empty."""
@@ -162,8 +170,13 @@ class Entry:
 def _dataset(entry: Entry) -> Dataset:
     entry.known({"name", "database", "queries", "truth", "role"})
     truth = "labels" if entry.text("truth", "labels") == "labels" else entry.address("truth")
-    return Dataset(entry.text("name"), entry.address("database"), entry.address("queries"), truth,
-                   entry.one_of("role", ROLES, "test"))
+    return Dataset(
+        entry.text("name"),
+        entry.address("database"),
+        entry.address("queries"),
+        truth,
+        entry.one_of("role", ROLES, "test"),
+    )
 
 
 def _distractors(entry: Entry) -> Distractors:
@@ -193,15 +206,20 @@ def _method(entry: Entry) -> Candidate:
     if of.learned and "nqe" not in entry.content:
         for key in ("choose", "ndba", "nqe_with_dba"):
             if key in entry.content and entry.content[key] != "model":
-                raise LattqeError(f"{entry.where}: {key} without nqe: give nqe too, or neither, to take what the "
-                                  "model's training chose")
+                raise LattqeError(
+                    f"{entry.where}: {key} without nqe: give nqe too, or neither, to take what the "
+                    "model's training chose"
+                )
         return as_trained(entry.address("model"), label, name)
     choose = entry.one_of("choose", CHOICES[:-1], "fixed")
     nqe, ndba = entry.numbers("nqe"), entry.numbers("ndba")
     if not nqe:
         raise LattqeError(f"{entry.where}: method {name!r} needs nqe, the number of neighbors for queries")
-    params = {key: (entry.address(key),) if each.address else entry.values(key, each.kind)
-              for key, each in of.parameters().items() if key in entry.content or (each.address and of.learned)}
+    params = {
+        key: (entry.address(key),) if each.address else entry.values(key, each.kind)
+        for key, each in of.parameters().items()
+        if key in entry.content or (each.address and of.learned)
+    }
     method = Candidate(name, label, choose, nqe, ndba, entry.numbers("nqe_with_dba", nqe) if ndba else (), params)
     if choose == "fixed" and max(len(method.qe_settings()), len(method.dba_settings(method.variants()[0]))) > 1:
         raise _not_fixed(entry, label)
@@ -226,8 +244,9 @@ def _graph_method(entry: Entry) -> GraphCandidate:
     elif "ndba" in entry.content or "nqe" in entry.content:
         raise LattqeError(f"{entry.where}: ndba and nqe of {name} need before, the method that uses them")
     choose = entry.one_of("choose", CHOICES[:-1], "fixed")
-    tries = {key: entry.values(key, each.kind) if key in entry.content else (each.default,)
-             for key, each in own.items()}
+    tries = {
+        key: entry.values(key, each.kind) if key in entry.content else (each.default,) for key, each in own.items()
+    }
     candidate = graph_candidate(name, choose, entry.text("label", GRAPH_METHODS[name].label), before, **tries)
     if choose == "fixed" and len(candidate.pipelines) > 1:
         raise _not_fixed(entry, candidate.label)
@@ -246,5 +265,7 @@ def _checked(entry: Entry, make: Callable[[], Any]) -> None:
 
 
 def _not_fixed(entry: Entry, label: str) -> LattqeError:
-    return LattqeError(f"{entry.where}: method {label!r} is fixed but has several settings: give one, or set choose to "
-                       "'validation' or 'test'")
+    return LattqeError(
+        f"{entry.where}: method {label!r} is fixed but has several settings: give one, or set choose to "
+        "'validation' or 'test'"
+    )

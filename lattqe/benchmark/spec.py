@@ -112,8 +112,11 @@ class Candidate:
 
     def dba_settings(self, params: Params) -> list[tuple[Setting, Setting]]:
         """Pairs of settings for the database and for the queries that search it, with the parameters settled."""
-        return [(Setting(self.method, ndba, params), Setting(self.method, nqe, params))
-                for ndba in self.ndba for nqe in self.nqe_with_dba]
+        return [
+            (Setting(self.method, ndba, params), Setting(self.method, nqe, params))
+            for ndba in self.ndba
+            for nqe in self.nqe_with_dba
+        ]
 
 
 @dataclass(frozen=True)
@@ -135,15 +138,22 @@ def combinations(params: Mapping[str, tuple[Any, ...]]) -> list[Params]:
 def tuned(method: str, choose: str = "test") -> Candidate:
     """A method without learning over all that its class says is worth trying."""
     of = METHODS[method]
-    return Candidate(method, of.label, choose, of.tries_k, *of.tries_dba,
-                     {name: each.tries for name, each in of.parameters().items()})
+    return Candidate(
+        method,
+        of.label,
+        choose,
+        of.tries_k,
+        *of.tries_dba,
+        {name: each.tries for name, each in of.parameters().items()},
+    )
 
 
 GRAPH_METHODS: dict[str, type[Described]] = {**RANKERS, Propagation.name: Propagation}
 
 
-def graph_candidate(method: str, choose: str, label: str = "", before: Pipeline | None = None,
-                    **tries: tuple[Any, ...]) -> GraphCandidate:
+def graph_candidate(
+    method: str, choose: str, label: str = "", before: Pipeline | None = None, **tries: tuple[Any, ...]
+) -> GraphCandidate:
     """A method on the whole graph, over the values given and those its class says are worth trying.
 
     before: what is done first. A ranker follows it; propagation takes the place of its augmentation.
@@ -152,11 +162,15 @@ def graph_candidate(method: str, choose: str, label: str = "", before: Pipeline 
     before = before or Pipeline()
     own = {name: tries.get(name, each.tries) for name, each in of.parameters().items()}
     first = next(iter(own))  # kq, k: what Setting calls k
-    settings = [Setting(method, k, params) for params in combinations({n: v for n, v in own.items() if n != first})
-                for k in own[first]]
+    settings = [
+        Setting(method, k, params)
+        for params in combinations({n: v for n, v in own.items() if n != first})
+        for k in own[first]
+    ]
     ranks = method in RANKERS
-    pipelines = tuple(Pipeline(before.dba, before.qe, each) if ranks else Pipeline(each, before.qe)
-                      for each in settings)
+    pipelines = tuple(
+        Pipeline(before.dba, before.qe, each) if ranks else Pipeline(each, before.qe) for each in settings
+    )
     return GraphCandidate(method, label or of.label, choose, pipelines)
 
 
@@ -202,8 +216,11 @@ class Run:
 
     def columns(self) -> list[tuple[Dataset, str | None]]:
         """The columns of Table 3: each tested data set alone and with each set of distractors."""
-        return [(dataset, distractors) for dataset in self.datasets_of("test")
-                for distractors in (None, *(each.name for each in self.distractors_of(dataset.name)))]
+        return [
+            (dataset, distractors)
+            for dataset in self.datasets_of("test")
+            for distractors in (None, *(each.name for each in self.distractors_of(dataset.name)))
+        ]
 
 
 def chosen_neighbors(model: str) -> dict[str, int]:
@@ -211,16 +228,19 @@ def chosen_neighbors(model: str) -> dict[str, int]:
     metrics: dict[str, Any] = load_model(model)[2]
     chosen = metrics.get("chosen", metrics)
     if not all(isinstance(chosen.get(name), int) and chosen[name] > 0 for name in NUMBERS):
-        raise LattqeError(f"{model} does not say which numbers of neighbors its training chose: give nqe, ndba and "
-                          "nqe_with_dba yourself")
+        raise LattqeError(
+            f"{model} does not say which numbers of neighbors its training chose: give nqe, ndba and "
+            "nqe_with_dba yourself"
+        )
     return {name: chosen[name] for name in NUMBERS}
 
 
 def as_trained(model: str, label: str = METHODS["lattqe"].label, method: str = "lattqe") -> Candidate:
     """A learned method with the numbers of neighbors that its training chose."""
     chosen = chosen_neighbors(model)
-    return Candidate(method, label, "model", (chosen["nqe"],), (chosen["ndba"],), (chosen["nqe_with_dba"],),
-                     {"model": (model,)})
+    return Candidate(
+        method, label, "model", (chosen["nqe"],), (chosen["ndba"],), (chosen["nqe_with_dba"],), {"model": (model,)}
+    )
 
 
 def with_hops(model: str, method: str = "lattqe") -> tuple[GraphCandidate, ...]:
@@ -246,10 +266,16 @@ def trained_ablations(folder: str) -> tuple[Ablation, ...]:
         names = list(json.loads(place.read("ablations.json")))
     except (ValueError, TypeError, RecursionError) as error:
         raise LattqeError(f"{folder}/ablations.json is not valid JSON ({error}): run lattqe ablate again") from error
-    models = {name: f"{folder.rstrip('/')}/{name}" for name in names
-              if isinstance(name, str) and name and "/" not in name and ".." not in name}
+    models = {
+        name: f"{folder.rstrip('/')}/{name}"
+        for name in names
+        if isinstance(name, str) and name and "/" not in name and ".." not in name
+    }
     best = {name: chosen_neighbors(model)["nqe"] for name, model in models.items()}
     settings = {name: load_model(model)[1].get("network") or {} for name, model in models.items()}
     most = {name: int(each.get("max_k", best[name])) for name, each in settings.items()}
-    return tuple(Ablation(f"{name}, nQE {k}", model, k) for name, model in models.items()
-                 for k in dict.fromkeys((min(TABLE2_NQE, most[name]), best[name])))
+    return tuple(
+        Ablation(f"{name}, nQE {k}", model, k)
+        for name, model in models.items()
+        for k in dict.fromkeys((min(TABLE2_NQE, most[name]), best[name]))
+    )

@@ -65,9 +65,7 @@ def photos_in(data: str | Path | None) -> Path:
     return photos_folder(data)
 
 
-def load_photos(
-    name: str, split: str, folder: str | Path | None = None, *, columns: int | None = None
-) -> PhotoSplit:
+def load_photos(name: str, split: str, folder: str | Path | None = None, *, columns: int | None = None) -> PhotoSplit:
     """Load one split ('train', 'val', 'test') of one set.
 
     columns: keep only the first so many columns (they are in order of variance) and normalise again; 128 trains in

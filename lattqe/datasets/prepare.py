@@ -65,9 +65,13 @@ class Folder:
 
     def matrices(self, *patterns: str) -> list[str]:
         """Files of vectors whose names match one of the patterns, without ground truths."""
-        return [name for name in self.names
-                if PurePosixPath(name).suffix.lower() in ENDINGS and not _stem(name).startswith("gnd")
-                and any(re.search(pattern, _stem(name)) for pattern in patterns)]
+        return [
+            name
+            for name in self.names
+            if PurePosixPath(name).suffix.lower() in ENDINGS
+            and not _stem(name).startswith("gnd")
+            and any(re.search(pattern, _stem(name)) for pattern in patterns)
+        ]
 
     def uri(self, name: str) -> str:
         """Address of one file."""
@@ -76,8 +80,10 @@ class Folder:
     def one(self, found: Sequence[str], what: str) -> str:
         """The only file found."""
         if len(found) > 1:
-            raise LattqeError(f"{self.place.uri} has {len(found)} files that may be {what} ({', '.join(found[:4])}): "
-                              "leave one of them there")
+            raise LattqeError(
+                f"{self.place.uri} has {len(found)} files that may be {what} ({', '.join(found[:4])}): "
+                "leave one of them there"
+            )
         return found[0]
 
 
@@ -86,12 +92,19 @@ def _stem(name: str) -> str:
 
 
 def _missing(folder: Folder, missing: Sequence[str]) -> LattqeError:
-    return LattqeError(f"{folder.place.uri} lacks {'; '.join(missing)} (there are: {', '.join(folder.names[:8])}"
-                       f"{', …' if len(folder.names) > 8 else ''})")
+    return LattqeError(
+        f"{folder.place.uri} lacks {'; '.join(missing)} (there are: {', '.join(folder.names[:8])}"
+        f"{', …' if len(folder.names) > 8 else ''})"
+    )
 
 
-def store(uri: str, blocks: Iterable[tuple[NDArray[Any], Sequence[str], NDArray[Any] | None]], dim: int,
-          source: Mapping[str, object], dtype: str = "float32") -> FeatureSet:
+def store(
+    uri: str,
+    blocks: Iterable[tuple[NDArray[Any], Sequence[str], NDArray[Any] | None]],
+    dim: int,
+    source: Mapping[str, object],
+    dtype: str = "float32",
+) -> FeatureSet:
     """Write blocks of (vectors, ids, labels) as a labelled feature set, unless it is there already."""
     writer = FeatureWriter(uri, dim, dtype, labels=True, config=source)
     if writer.finished is None:
@@ -120,8 +133,10 @@ class MatrixFile:
             opened = open_source(local, key=self.key, transposed=True)
             notes = [f"{self.uri}: its columns are the images"]
         if opened.rows != len(self.ids):
-            raise LattqeError(f"{self.uri} holds {opened.rows:,} vectors of {opened.dim} numbers, but {self.said_by} "
-                              f"names {len(self.ids):,} images: give the descriptors of exactly these, in this order")
+            raise LattqeError(
+                f"{self.uri} holds {opened.rows:,} vectors of {opened.dim} numbers, but {self.said_by} "
+                f"names {len(self.ids):,} images: give the descriptors of exactly these, in this order"
+            )
         return opened, notes
 
     def write(self, to: str, dtype: str, report: Report, progress: Progress) -> FeatureSet:
@@ -132,8 +147,9 @@ class MatrixFile:
             config: dict[str, Any] = {"job": "dataset", "rows_named_by": self.said_by, "key": self.key}
             inputs = {"matrix": {"uri": self.uri, "digest": file_digest(local["matrix"]), "kind": "file"}}
             extra = [POSITIVES] if self.positives is not None else []
-            writer = FeatureWriter(to, opened.dim, dtype, labels=self.labels is not None, config=config,
-                                   inputs=inputs, extra=extra)
+            writer = FeatureWriter(
+                to, opened.dim, dtype, labels=self.labels is not None, config=config, inputs=inputs, extra=extra
+            )
             if writer.finished is None:
                 with writer:
                     self._append(writer, opened, partial(progress, name))
@@ -154,27 +170,35 @@ class MatrixFile:
             progress(len(block.vectors), opened.rows)
 
 
-def prepare_revisited(source: str, to: str, dtype: str = "float16",
-                      progress: Progress = lambda *_: None) -> Report:
+def prepare_revisited(source: str, to: str, dtype: str = "float16", progress: Progress = lambda *_: None) -> Report:
     """Revisited Oxford and Paris, as many of the two as are there: NAME, NAME-queries and gnd_NAME.pkl below `to`.
 
     For each set the folder holds gnd_NAME.pkl (or .json), and one file with database and queries (X and Q, or vecs and
     qvecs), or two, of which that of the queries has 'queries', 'qvecs' or a single q in its name.
     """
     folder, report = Folder.open(source), Report()
-    truths = {name: found for name in REVISITED_SETS for found in folder.names
-              if PurePosixPath(found).name in (f"gnd_{name}.pkl", f"gnd_{name}.json")}
+    truths = {
+        name: found
+        for name in REVISITED_SETS
+        for found in folder.names
+        if PurePosixPath(found).name in (f"gnd_{name}.pkl", f"gnd_{name}.json")
+    }
     found = {name: _revisited_matrices(folder, name) for name in REVISITED_SETS}
     present = [name for name in REVISITED_SETS if name in truths or any(found[name])]
     lacking = [f"gnd_{name}.pkl, the published ground truth" for name in present if name not in truths]
-    lacking += [f"descriptors of the {what} of {name}" for name in present
-                for what, files in zip(("database images", "queries"), found[name]) if not files]
+    lacking += [
+        f"descriptors of the {what} of {name}"
+        for name in present
+        for what, files in zip(("database images", "queries"), found[name])
+        if not files
+    ]
     if lacking or not present:
         raise _missing(folder, lacking or ["gnd_roxford5k.pkl or gnd_rparis6k.pkl, with the descriptors"])
     for name in present:
         _prepare_revisited_set(folder, name, truths[name], found[name], to, dtype, report, progress)
-    report.notes += [f"{name} is not there: only {present[0]} was made" for name in REVISITED_SETS
-                     if name not in present]
+    report.notes += [
+        f"{name} is not there: only {present[0]} was made" for name in REVISITED_SETS if name not in present
+    ]
     return report
 
 
@@ -200,27 +224,41 @@ def _keys_of(uri: str) -> tuple[str, str]:
             except LattqeError:
                 continue
             return database, queries
-    raise LattqeError(f"{uri} does not hold both database and queries as X and Q or vecs and qvecs: put the queries' "
-                      "descriptors beside it, in a file with 'queries' in its name")
+    raise LattqeError(
+        f"{uri} does not hold both database and queries as X and Q or vecs and qvecs: put the queries' "
+        "descriptors beside it, in a file with 'queries' in its name"
+    )
 
 
-def _prepare_revisited_set(folder: Folder, name: str, truth_name: str, found: tuple[Sequence[Any], Sequence[Any]],
-                           to: str, dtype: str, report: Report, progress: Progress) -> None:
+def _prepare_revisited_set(
+    folder: Folder,
+    name: str,
+    truth_name: str,
+    found: tuple[Sequence[Any], Sequence[Any]],
+    to: str,
+    dtype: str,
+    report: Report,
+    progress: Progress,
+) -> None:
     with local_files({"truth": folder.uri(truth_name)}) as local:
         truth = load_gnd(local["truth"])
     sets = []
-    for (which, files), ids, suffix in zip((("imlist", found[0]), ("qimlist", found[1])),
-                                           (truth.imlist, truth.qimlist), ("", "-queries")):
+    for (which, files), ids, suffix in zip(
+        (("imlist", found[0]), ("qimlist", found[1])), (truth.imlist, truth.qimlist), ("", "-queries")
+    ):
         names = [file for file, _ in files]
         file = folder.one(names, f"the {'queries' if suffix else 'database'} of {name}")
         matrix = MatrixFile(folder.uri(file), ids, f"{which} of {truth_name}", key=dict(files)[file])
         sets.append(matrix.write(f"{to.rstrip('/')}/{name}{suffix}", dtype, report, progress))
-    open_place(to).write(f"gnd_{name}.pkl" if truth_name.endswith(".pkl") else f"gnd_{name}.json",
-                         folder.place.read(truth_name))
+    open_place(to).write(
+        f"gnd_{name}.pkl" if truth_name.endswith(".pkl") else f"gnd_{name}.json", folder.place.read(truth_name)
+    )
     report.scores[name] = plain_scores(sets[0], sets[1], truth.truth)
     if report.scores[name]["medium"].mean_ap < 0.05:
-        report.warnings.append(f"{name}: mAP {100 * report.scores[name]['medium'].mean_ap:.1f} on Medium is chance: "
-                               f"are the rows in the order of imlist and qimlist of {truth_name}?")
+        report.warnings.append(
+            f"{name}: mAP {100 * report.scores[name]['medium'].mean_ap:.1f} on Medium is chance: "
+            f"are the rows in the order of imlist and qimlist of {truth_name}?"
+        )
 
 
 def plain_scores(database: FeatureSet, queries: FeatureSet, truth: GroundTruth) -> dict[str, Scores]:
@@ -228,8 +266,13 @@ def plain_scores(database: FeatureSet, queries: FeatureSet, truth: GroundTruth) 
     return evaluate(FlatIndex(database.read()), queries.read().astype(np.float32), truth)
 
 
-def prepare_r1m(sources: Sequence[str], to: str, ids: str | None = None, dtype: str = "float16",
-                progress: Progress = lambda *_: None) -> Report:
+def prepare_r1m(
+    sources: Sequence[str],
+    to: str,
+    ids: str | None = None,
+    dtype: str = "float16",
+    progress: Progress = lambda *_: None,
+) -> Report:
     """The million distractors, from one file of vectors or several in order: r1m below `to`."""
     report = Report()
     files = {f"source-{number}": name for number, name in enumerate(sources)} | ({"ids": ids} if ids else {})
@@ -249,21 +292,27 @@ def prepare_r1m(sources: Sequence[str], to: str, ids: str | None = None, dtype: 
     return report
 
 
-def prepare_sfm120k(source: str, to: str, dtype: str = "float16",
-                    progress: Progress = lambda *_: None) -> Report:
+def prepare_sfm120k(source: str, to: str, dtype: str = "float16", progress: Progress = lambda *_: None) -> Report:
     """SfM-120k: sfm120k-train, sfm120k-val and sfm120k-val-queries below `to`, labelled by cluster.
 
     The folder holds the published pickle (its name has 'sfm' in it) and the descriptors of the images of each half, in
     the order of `cids`: files with 'train' and 'val' in their names. The published pairs are the column `positives`.
     """
     folder, report = Folder.open(source), Report()
-    pickles = [name for name in folder.names if name.endswith(".pkl") and re.search("sfm", _stem(name))
-               and not re.search("(^|[^a-z])(train|val)", _stem(name))]
-    matrices = {half: [name for name in folder.matrices(rf"(^|[^a-z]){half}") if name not in pickles]
-                for half in HALVES}
+    pickles = [
+        name
+        for name in folder.names
+        if name.endswith(".pkl")
+        and re.search("sfm", _stem(name))
+        and not re.search("(^|[^a-z])(train|val)", _stem(name))
+    ]
+    matrices = {
+        half: [name for name in folder.matrices(rf"(^|[^a-z]){half}") if name not in pickles] for half in HALVES
+    }
     lacking = ["retrieval-SfM-120k.pkl, the published database"] * (not pickles)
-    lacking += [f"descriptors of the half {half!r} (a file with {half!r} in its name)" for half in HALVES
-                if not matrices[half]]
+    lacking += [
+        f"descriptors of the half {half!r} (a file with {half!r} in its name)" for half in HALVES if not matrices[half]
+    ]
     if lacking:
         raise _missing(folder, lacking)
     database = folder.one(pickles, "the database of SfM-120k")
@@ -271,8 +320,13 @@ def prepare_sfm120k(source: str, to: str, dtype: str = "float16",
         with local_files({"db": folder.uri(database)}) as local:
             content = load_sfm120k(local["db"], half)
         matrix = folder.one(matrices[half], f"the descriptors of the half {half!r}")
-        whole = MatrixFile(folder.uri(matrix), content.ids, f"cids of {half!r} in {database}", content.labels,
-                           content.positives_of_rows())
+        whole = MatrixFile(
+            folder.uri(matrix),
+            content.ids,
+            f"cids of {half!r} in {database}",
+            content.labels,
+            content.positives_of_rows(),
+        )
         features = whole.write(f"{to.rstrip('/')}/sfm120k-{half}", dtype, report, progress)
         _check_order(features, content, folder.uri(matrix))
         if half == "val":
@@ -291,16 +345,25 @@ def _check_order(features: FeatureSet, half: SfmHalf, matrix: str) -> None:
     any_two = (queries * features.gather(rng.integers(features.rows, size=len(chosen))).astype(np.float32)).sum(axis=1)
     spread = np.hypot(pairs.std(), any_two.std()) / np.sqrt(len(chosen))
     if pairs.mean() <= any_two.mean() + 4 * spread:
-        raise LattqeError(f"{matrix}: published pairs have a mean similarity of {pairs.mean():.3f} and any two rows "
-                          f"{any_two.mean():.3f}: its rows are not the images of cids in their order; "
-                          f"delete {features.uri} and give those")
+        raise LattqeError(
+            f"{matrix}: published pairs have a mean similarity of {pairs.mean():.3f} and any two rows "
+            f"{any_two.mean():.3f}: its rows are not the images of cids in their order; "
+            f"delete {features.uri} and give those"
+        )
 
 
 def _write_rows(features: FeatureSet, rows: NDArray[np.int64], to: str, report: Report) -> None:
     """Some rows of a labelled set as a set of their own, value for value."""
-    writer = FeatureWriter(to, features.dim, features.dtype, labels=True, normalise=False,
-                           label_names=features.label_names, config={"job": "dataset", "rows": len(rows)},
-                           inputs={"features": features.as_input()})
+    writer = FeatureWriter(
+        to,
+        features.dim,
+        features.dtype,
+        labels=True,
+        normalise=False,
+        label_names=features.label_names,
+        config={"job": "dataset", "rows": len(rows)},
+        inputs={"features": features.as_input()},
+    )
     if writer.finished is None:
         with writer:
             ids, labels = features.ids(), features.labels()
@@ -308,8 +371,7 @@ def _write_rows(features: FeatureSet, rows: NDArray[np.int64], to: str, report: 
     report.made[to.rsplit("/", 1)[-1]] = FeatureSet.open(to)
 
 
-def prepare_photos(source: str, to: str, columns: int | None = None,
-                   progress: Progress = lambda *_: None) -> Report:
+def prepare_photos(source: str, to: str, columns: int | None = None, progress: Progress = lambda *_: None) -> Report:
     """Labelled photographs: NAME-train, and NAME-val and NAME-test with their -queries, for the sets that are there."""
     folder, report = Folder.open(source), Report()
     prefix = "photos/" if any(name.startswith("photos/") for name in folder.names) else ""
@@ -327,8 +389,13 @@ def prepare_photos(source: str, to: str, columns: int | None = None,
                 for part in parts:
                     folder.place.download(f"{prefix}{name}_{part}.npy", Path(scratch) / f"{name}_{part}.npy")
             for split in photos.SPLITS:
-                _store_photos(photos.load_photos(name, split, Path(local) / (prefix if folder.place.is_local else ""),
-                                                 columns=columns), to, report)
+                _store_photos(
+                    photos.load_photos(
+                        name, split, Path(local) / (prefix if folder.place.is_local else ""), columns=columns
+                    ),
+                    to,
+                    report,
+                )
         progress(name, 1, 1)
     return report
 

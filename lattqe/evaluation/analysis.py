@@ -227,10 +227,7 @@ def weights_by_rank(
     )
     relevant = np.isin(grades, setup.positive)
     irrelevant = ~relevant & ~np.isin(grades, setup.junk) & (neighbors >= 0)
-    return {
-        "relevant": _profile(scaled, relevant, levels),
-        "irrelevant": _profile(scaled, irrelevant, levels),
-    }
+    return {"relevant": _profile(scaled, relevant, levels), "irrelevant": _profile(scaled, irrelevant, levels)}
 
 
 def _profile(values: NDArray[np.float64], mask: NDArray[np.bool_], levels: Sequence[float]) -> RankProfile:

@@ -40,7 +40,11 @@ def _trapezoids(before: IntArray, position: IntArray) -> NDArray[np.float64]:
 
 
 def score_positions(
-    query: IntArray, position: IntArray, positive: NDArray[np.bool_], junk: NDArray[np.bool_], queries: int,
+    query: IntArray,
+    position: IntArray,
+    positive: NDArray[np.bool_],
+    junk: NDArray[np.bool_],
+    queries: int,
     ks: Sequence[int],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Average precision (queries,) and precision at each k (queries, len(ks)) of many queries.
@@ -281,10 +285,7 @@ def _same_queries(count: int, truth: GroundTruth, what: str) -> None:
 
 
 def _evaluate_blocks(
-    truth: GroundTruth,
-    ks: Sequence[int],
-    budget: int,
-    locate: Callable[[int, int, Judgements], NDArray[np.int64]],
+    truth: GroundTruth, ks: Sequence[int], budget: int, locate: Callable[[int, int, Judgements], NDArray[np.int64]]
 ) -> dict[str, Scores]:
     if any(k < 1 for k in ks):
         raise LattqeError(f"precision at k needs k >= 1, got {list(ks)}")

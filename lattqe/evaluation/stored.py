@@ -35,13 +35,22 @@ class JudgedRanks:
     gnd: RevisitedSet | None = None
 
     @classmethod
-    def open(cls, uri: str, truth: str | None = None, database: str | None = None, queries: str | None = None,
-             distractors: str | None = None) -> "JudgedRanks":
+    def open(
+        cls,
+        uri: str,
+        truth: str | None = None,
+        database: str | None = None,
+        queries: str | None = None,
+        distractors: str | None = None,
+    ) -> "JudgedRanks":
         """Open ranks and what they were made from: at the addresses they remember, or at those given."""
         ranks = Ranks.open(uri)
         given = {"database": database, "queries": queries, "distractors": distractors}
-        opened = {role: _open_input(ranks, role, given[role]) for role in given
-                  if given[role] is not None or role in ranks.manifest.inputs}
+        opened = {
+            role: _open_input(ranks, role, given[role])
+            for role in given
+            if given[role] is not None or role in ranks.manifest.inputs
+        }
         for role in ("database", "queries"):
             if role not in opened:
                 raise LattqeError(f"{uri} does not say what its {role} was: give --{role}")
@@ -50,8 +59,10 @@ class JudgedRanks:
         if gnd is not None:
             _check_gnd(gnd, searched[0], opened["queries"], str(truth))
         if opened["queries"].rows != ranks.rows:
-            raise LattqeError(f"{uri} has {ranks.rows} lists and {opened['queries'].uri} {opened['queries'].rows} "
-                              "queries: give the --queries that were asked")
+            raise LattqeError(
+                f"{uri} has {ranks.rows} lists and {opened['queries'].uri} {opened['queries'].rows} "
+                "queries: give the --queries that were asked"
+            )
         return cls(ranks, opened["queries"], searched, gnd)
 
     @property
@@ -65,8 +76,10 @@ class JudgedRanks:
         if self.gnd is not None:
             return self.gnd.truth
         if not self.has_truth:
-            raise LattqeError(f"{self.searched[0].uri} or {self.queries.uri} has no labels: give --truth gnd_*.pkl, or "
-                              "import both with labels")
+            raise LattqeError(
+                f"{self.searched[0].uri} or {self.queries.uri} has no labels: give --truth gnd_*.pkl, or "
+                "import both with labels"
+            )
         labels, query_labels = comparable_labels(self.searched[0], self.queries)
         place = {name: row for row, name in enumerate(self.searched[0].ids())}
         rows = np.array([place.get(name, -1) for name in self.queries.ids()], dtype=np.int64)
@@ -92,8 +105,10 @@ class JudgedRanks:
             first += features.rows
         outside = wanted[wanted >= first]
         if len(outside):
-            raise LattqeError(f"{self.ranks.uri} names row {outside[0]}, but what was searched has {first} rows: give "
-                              "the --database (and --distractors) that it was made from")
+            raise LattqeError(
+                f"{self.ranks.uri} names row {outside[0]}, but what was searched has {first} rows: give "
+                "the --database (and --distractors) that it was made from"
+            )
         return found
 
 
@@ -104,17 +119,21 @@ def _open_input(ranks: Ranks, role: str, given: str | None) -> FeatureSet:
     try:
         features = FeatureSet.open(uri)
     except LattqeError as error:
-        raise LattqeError(f"the {role} of {ranks.uri}: {error}" + ("" if given else f" (give --{role} where it is now)"
-                                                                  )) from error
+        raise LattqeError(
+            f"the {role} of {ranks.uri}: {error}" + ("" if given else f" (give --{role} where it is now)")
+        ) from error
     if remembered and features.digest != remembered["digest"]:
-        raise LattqeError(f"{ranks.uri} was made from another {role} than {uri} holds: search again, or give the "
-                          f"--{role} of then")
+        raise LattqeError(
+            f"{ranks.uri} was made from another {role} than {uri} holds: search again, or give the --{role} of then"
+        )
     return features
 
 
 def _check_gnd(gnd: RevisitedSet, database: FeatureSet, queries: FeatureSet, truth: str) -> None:
     if database.rows < gnd.database_rows or queries.rows != gnd.queries:
-        raise LattqeError(f"{truth} speaks of {gnd.database_rows} images and {gnd.queries} queries, but {database.uri} "
-                          f"has {database.rows} rows and {queries.uri} {queries.rows}: they do not belong together")
+        raise LattqeError(
+            f"{truth} speaks of {gnd.database_rows} images and {gnd.queries} queries, but {database.uri} "
+            f"has {database.rows} rows and {queries.uri} {queries.rows}: they do not belong together"
+        )
     gnd.check_database(database.ids(0, gnd.database_rows), f"the database {database.uri}")
     gnd.check_queries(queries.ids(), f"the queries {queries.uri}")

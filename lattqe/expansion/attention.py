@@ -49,7 +49,8 @@ class AttentionExpansion(Method):
     row_params: ClassVar[dict[str, Any]] = {"dba": True}
     # where a trained network is stored, or the network itself
     model: str | LAttQE | None = parameter(
-        None, "The trained model, a folder or s3:// address; without it the one that ships", address=True)
+        None, "The trained model, a folder or s3:// address; without it the one that ships", address=True
+    )
     dba: bool = False  # the tempered softmax, for rows of the database
     precision: str = "float32"  # or int8 on CPUs, half on GPUs: faster, cosine to the float32 result above .999
     fast: FastLAttQE = field(init=False, repr=False)
@@ -120,8 +121,9 @@ class AttentionExpansion(Method):
         """Whether database rows need of neighbors beyond the k weighed ones only their mean and their scores."""
         return self.dba and self.fast.config.relational
 
-    def expand_rows(self, x: np.ndarray, table: torch.Tensor, lists: np.ndarray, scores: np.ndarray,
-                    k: int) -> Expanded:
+    def expand_rows(
+        self, x: np.ndarray, table: torch.Tensor, lists: np.ndarray, scores: np.ndarray, k: int
+    ) -> Expanded:
         """`expand` for database rows x (n, D) where `means_suffice`: the same within 1e-4, without the lists' vectors.
 
         table (m, D) float32 has the rows that lists (n, depth) name, by their place in it, -1 for missing; scores
@@ -134,8 +136,9 @@ class AttentionExpansion(Method):
             # Equal among the first so many valid ones, as `background_share` has it.
             share = known[:, : self.fast.config.background or k].float()
             share = share / share.sum(1, keepdim=True).clamp(min=1)
-            background = functional.embedding_bag(places[:, : share.shape[1]].contiguous(), table, mode="sum",
-                                                  per_sample_weights=share)
+            background = functional.embedding_bag(
+                places[:, : share.shape[1]].contiguous(), table, mode="sum", per_sample_weights=share
+            )
             near = table[places[:, :k]].masked_fill_(~known[:, :k, None], 0)
             items, valid = torch.cat([own[:, None], near], dim=1), functional.pad(known[:, :k], (1, 0), value=True)
             given = torch.from_numpy(np.where(lists >= 0, scores, 0).astype(np.float32)).to(device)
@@ -165,12 +168,7 @@ class AttentionExpansion(Method):
         return self.fast.shared_rows(torch.from_numpy(x.astype(np.float32))).cpu().numpy()
 
     def expand_shared(
-        self,
-        x: np.ndarray,
-        neighbors: np.ndarray,
-        scores: np.ndarray,
-        table: np.ndarray,
-        rows: np.ndarray,
+        self, x: np.ndarray, neighbors: np.ndarray, scores: np.ndarray, table: np.ndarray, rows: np.ndarray
     ) -> Expanded:
         """`expand` with the first products looked up: the same result within 1e-4, about a sixth less work.
 

@@ -43,8 +43,9 @@ class Expanded:
             return parts[0]
         empty = cls(np.empty((0, dim), np.float32), np.empty((0, width), np.float32), np.empty((0, width), np.int32))
         all_parts = [empty, *parts]
-        return cls(*(np.concatenate([getattr(part, name) for part in all_parts])
-                     for name in ("vectors", "weights", "rows")))
+        return cls(
+            *(np.concatenate([getattr(part, name) for part in all_parts]) for name in ("vectors", "weights", "rows"))
+        )
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,10 @@ class Parameter:
 def parameter(default: Any, help: str, *, symbol: str = "", tries: tuple[Any, ...] = (), address: bool = False) -> Any:
     """A dataclass field that users may set: verbs, run files and reports know it from this alone."""
     kind = str if address else type(default)
-    return field(default=default, metadata={"help": help, "symbol": symbol, "tries": tries or (default,), "kind": kind,
-                                            "address": address})
+    return field(
+        default=default,
+        metadata={"help": help, "symbol": symbol, "tries": tries or (default,), "kind": kind, "address": address},
+    )
 
 
 @dataclass
@@ -117,9 +120,18 @@ class Described:
     def parameters(cls) -> dict[str, Parameter]:
         """The parameters that users may set, by name."""
         found = {f.name: f for f in dataclasses.fields(cls) if "help" in f.metadata}
-        return {name: Parameter(name, f.metadata["kind"], f.default, f.metadata["help"],
-                                f.metadata["symbol"] or name, f.metadata["tries"], f.metadata["address"])
-                for name, f in found.items()}
+        return {
+            name: Parameter(
+                name,
+                f.metadata["kind"],
+                f.default,
+                f.metadata["help"],
+                f.metadata["symbol"] or name,
+                f.metadata["tries"],
+                f.metadata["address"],
+            )
+            for name, f in found.items()
+        }
 
 
 @dataclass
@@ -180,8 +192,10 @@ class Method(Described, ABC):
     def check_k(self, k: int) -> None:
         """Refuse more neighbors than can be weighed."""
         if self.largest_k is not None and k > self.largest_k:
-            raise LattqeError(f"{self.name}: {k} neighbors, but this network has ranks for {self.largest_k}: use "
-                              f"{self.largest_k} or fewer")
+            raise LattqeError(
+                f"{self.name}: {k} neighbors, but this network has ranks for {self.largest_k}: use "
+                f"{self.largest_k} or fewer"
+            )
 
     def depth(self, k: int) -> int:
         """How many neighbors must be fetched so that k of them can be weighed."""
@@ -239,7 +253,8 @@ class Method(Described, ABC):
             negatives_valid = np.ones(negatives.shape[:2], dtype=bool)
         parts, masks = [x[:, None], neighbors, negatives], [np.ones((n, 1), dtype=bool), valid, negatives_valid]
         return self._expand(
-            parts, masks, scores, lambda rows, lists: self.weights(dataclasses.replace(lists, weighed=k)))
+            parts, masks, scores, lambda rows, lists: self.weights(dataclasses.replace(lists, weighed=k))
+        )
 
     def _expand(
         self,

@@ -28,7 +28,7 @@ ITERATIONS = 1000  # of conjugate gradients: α = .99 takes about 100
 BLOCK_FLOATS = 1 << 22  # numbers of one dense block: 32 MiB each, of which conjugate gradients hold five
 
 
-def mutual_affinity(I: np.ndarray, D: np.ndarray, kd: int, gamma: float) -> sparse.csr_array:  # noqa: E741
+def mutual_affinity(I: np.ndarray, D: np.ndarray, kd: int, gamma: float) -> sparse.csr_array:
     """A (n, n): max(cos, 0)^gamma where two rows are among each other's first kd of I, D (n, k >= kd); symmetric."""
     n = len(I)
     near, score = I[:, :kd], np.asarray(D[:, :kd], dtype=np.float64)
@@ -66,8 +66,9 @@ def solve(S: sparse.csr_array, alpha: float, y: np.ndarray) -> np.ndarray:
     return f
 
 
-def _iterate(S: sparse.csr_array, alpha: float, r: np.ndarray, p: np.ndarray,
-             rr: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _iterate(
+    S: sparse.csr_array, alpha: float, r: np.ndarray, p: np.ndarray, rr: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """One step of conjugate gradients for each column: what f gains, and the next r, p and r·r."""
     q = p - alpha * (S @ p)
     length = rr / np.einsum("nb,nb->b", p, q)
@@ -76,7 +77,7 @@ def _iterate(S: sparse.csr_array, alpha: float, r: np.ndarray, p: np.ndarray,
     return length * p, r, r + (following / rr) * p, following
 
 
-def seeds(D: np.ndarray, I: np.ndarray, n: int, kq: int, gamma: float) -> np.ndarray:  # noqa: E741
+def seeds(D: np.ndarray, I: np.ndarray, n: int, kq: int, gamma: float) -> np.ndarray:
     """The sources y (nq, n): max(cos, 0)^gamma at the first kq rows of I, D (nq, k >= kq)."""
     y = np.zeros((len(I), n))
     near = I[:, :kq]
@@ -93,8 +94,10 @@ class GraphRows:
 
     def __init__(self, xb: np.ndarray) -> None:
         if len(xb) > MOST_ROWS:
-            raise LattqeError(f"{len(xb):,} rows: diffusion and propagation work in one process, up to "
-                              f"{MOST_ROWS:,} rows: leave them out here")
+            raise LattqeError(
+                f"{len(xb):,} rows: diffusion and propagation work in one process, up to "
+                f"{MOST_ROWS:,} rows: leave them out here"
+            )
         self.xb = np.ascontiguousarray(xb, dtype=np.float32)
         self._lists: tuple[np.ndarray, np.ndarray] | None = None
         self._made: dict[Any, Any] = {}
@@ -171,7 +174,7 @@ class Ranker(Described):
         for start in range(0, len(xq), step):
             block = np.ascontiguousarray(xq[start : start + step], dtype=np.float32)
             own = None if exclude is None else exclude[start : start + step]
-            D, I = topk(block, rows.xb, min(self.kq, n - (own is not None)), exclude=own)  # noqa: E741
+            D, I = topk(block, rows.xb, min(self.kq, n - (own is not None)), exclude=own)
             f = self.flow(rows, seeds(D, I, n, self.kq, self.gamma))
             yield np.lexsort((-(block @ rows.xb.T), -f), axis=1)
 
@@ -285,7 +288,7 @@ class Propagation(Described):
 
     def augment(self, rows: GraphRows) -> np.ndarray:
         """The rows (n, D) float32 after all hops, L2-normalised."""
-        I = rows.lists(self.k)[0]  # noqa: E741
+        I = rows.lists(self.k)[0]
         n, k = I.shape
         by_rank = np.append(0, np.arange(k, 0, -1) / max(k, 1)).astype(np.float32)
         numbers = np.concatenate([np.arange(n, dtype=np.int32)[:, None], I], axis=1)

@@ -45,16 +45,23 @@ def nearest(index: Index, xq: np.ndarray, k: int, exclude: np.ndarray | None = N
     """
     if exclude is None:
         return index.search(xq, k)
-    D, I = index.search(xq, k + 1)  # noqa: E741
+    D, I = index.search(xq, k + 1)
     itself = (exclude[:, None] == I) & (I >= 0)
     itself[~itself.any(axis=1), -1] = True  # not among them: the last one is too many
     kept = ~itself
     return D[kept].reshape(len(D), k), I[kept].reshape(len(I), k)
 
 
-def expand_queries(index: Index, xq: np.ndarray, method: Method, k: int, *, found: Found | None = None,
-                   exclude: np.ndarray | None = None,
-                   on_done: Callable[[int], None] | None = None) -> Expanded:
+def expand_queries(
+    index: Index,
+    xq: np.ndarray,
+    method: Method,
+    k: int,
+    *,
+    found: Found | None = None,
+    exclude: np.ndarray | None = None,
+    on_done: Callable[[int], None] | None = None,
+) -> Expanded:
     """Expand queries xq (nq, D) from their k nearest rows of an index.
 
     The result's `weights` (nq, 1 + t + m) belong to its `rows` (nq, 1 + t + m): the query itself (-1, it is no row),
@@ -66,13 +73,14 @@ def expand_queries(index: Index, xq: np.ndarray, method: Method, k: int, *, foun
     candidates = index.rows - (exclude is not None)
     k, depth = list_lengths(method, k, candidates)
     if found is not None and found[1].shape[1] < depth:
-        raise LattqeError(f"lists of {found[1].shape[1]} neighbors, but {method.name} needs {depth} to weigh {k}: "
-                          "search for more")
+        raise LattqeError(
+            f"lists of {found[1].shape[1]} neighbors, but {method.name} needs {depth} to weigh {k}: search for more"
+        )
     parts = []
     for start in range(0, len(xq), QUERY_BLOCK):
         block = slice(start, start + QUERY_BLOCK)
         own = None if exclude is None else exclude[block]
-        D, I = nearest(index, xq[block], depth, own) if found is None else (each[block] for each in found)  # noqa: E741
+        D, I = nearest(index, xq[block], depth, own) if found is None else (each[block] for each in found)
         parts.append(_expand(index, xq[block], own, D[:, :depth], I[:, :depth], method, k))
         parts[-1].rows[:, 0] = -1
         if on_done is not None:
@@ -80,8 +88,15 @@ def expand_queries(index: Index, xq: np.ndarray, method: Method, k: int, *, foun
     return Expanded.joined(parts, xq.shape[1], 1 + depth + method.negatives)
 
 
-def augment_rows(index: RowSource, rows: np.ndarray, D: np.ndarray, I: np.ndarray, method: Method, k: int,  # noqa: E741
-                 table: np.ndarray | None = None) -> Expanded:
+def augment_rows(
+    index: RowSource,
+    rows: np.ndarray,
+    D: np.ndarray,
+    I: np.ndarray,
+    method: Method,
+    k: int,
+    table: np.ndarray | None = None,
+) -> Expanded:
     """Expand rows (n,) of an index from their k nearest other rows, as their graph lists them in D and I (n, t).
 
     The lists may be longer than the method needs. Only original vectors are read. `table`: what `shared_table` gave
@@ -89,8 +104,10 @@ def augment_rows(index: RowSource, rows: np.ndarray, D: np.ndarray, I: np.ndarra
     """
     k, depth = list_lengths(method, k, index.rows - 1) if index.rows > 1 else (1, 1)
     if I.shape[1] < depth:
-        raise LattqeError(f"a graph of {I.shape[1]} neighbors for each row, but {method.name} needs {depth} to weigh "
-                          f"{k}: compute a longer one with `lattqe neighbors -k {depth}`")
+        raise LattqeError(
+            f"a graph of {I.shape[1]} neighbors for each row, but {method.name} needs {depth} to weigh "
+            f"{k}: compute a longer one with `lattqe neighbors -k {depth}`"
+        )
     x = index.gather(rows)
     method.check_width(x.shape[1])
     if isinstance(method, AttentionExpansion) and method.means_suffice and depth > k:
@@ -98,8 +115,9 @@ def augment_rows(index: RowSource, rows: np.ndarray, D: np.ndarray, I: np.ndarra
     return _expand(index, x, rows, D[:, :depth], I[:, :depth], method, k, table)
 
 
-def _augment_by_means(index: RowSource, x: np.ndarray, rows: np.ndarray, D: np.ndarray, I: np.ndarray,  # noqa: E741
-                      method: AttentionExpansion, k: int) -> Expanded:
+def _augment_by_means(
+    index: RowSource, x: np.ndarray, rows: np.ndarray, D: np.ndarray, I: np.ndarray, method: AttentionExpansion, k: int
+) -> Expanded:
     """Expand x (n, D) where the long lists' vectors are only averaged: each row that a batch names is read once."""
     vectors, weights = np.empty(x.shape, dtype=np.float32), np.zeros((len(x), 1 + I.shape[1]), dtype=np.float32)
     for batch in blocks(len(x), I.shape[1] * x.shape[1] * 4, MEANS_BYTES):
@@ -111,8 +129,16 @@ def _augment_by_means(index: RowSource, x: np.ndarray, rows: np.ndarray, D: np.n
     return Expanded(vectors, weights, np.concatenate([rows[:, None], I], axis=1).astype(np.int32))
 
 
-def _expand(index: RowSource, x: np.ndarray, own: np.ndarray | None, D: np.ndarray, I: np.ndarray,  # noqa: E741
-            method: Method, k: int, table: np.ndarray | None = None) -> Expanded:
+def _expand(
+    index: RowSource,
+    x: np.ndarray,
+    own: np.ndarray | None,
+    D: np.ndarray,
+    I: np.ndarray,
+    method: Method,
+    k: int,
+    table: np.ndarray | None = None,
+) -> Expanded:
     """Expand x (n, D) from lists that are exactly as long as they must be; `own` (n,): which rows these are."""
     first = np.full(len(x), -1) if own is None else own
     listed = [first[:, None], I]
@@ -143,8 +169,11 @@ def shares(method: Method, rows: int) -> bool:
 def sharing(method: Method, rows: int, again: bool = False) -> str:
     """What is shared, or why nothing is, for the plan; `again`: only a few rows are computed, for a grown index."""
     if not method.shared_width:
-        return "none: in this network the first products differ from list to list" if method.learned else \
-            f"none: {method.name} has no first products that lists share"
+        return (
+            "none: in this network the first products differ from list to list"
+            if method.learned
+            else f"none: {method.name} has no first products that lists share"
+        )
     if again:
         return "none: only the touched rows are computed"
     size = f"{4 * rows * method.shared_width / 2**20:,.0f} MiB for each worker"
@@ -167,9 +196,11 @@ def shared_table(method: Method, rows: int, blocks_of_rows: Iterable[np.ndarray]
     return table
 
 
-def _gathered(batches: list[slice], lists: list[np.ndarray],
-              gather: Callable[[np.ndarray], np.ndarray]) -> Iterator[list[np.ndarray]]:
+def _gathered(
+    batches: list[slice], lists: list[np.ndarray], gather: Callable[[np.ndarray], np.ndarray]
+) -> Iterator[list[np.ndarray]]:
     """The vectors (n, k, D) of each list for each batch, read one batch ahead by a thread."""
+
     def read(batch: slice) -> list[np.ndarray]:
         vectors = []
         for rows in (numbers[batch] for numbers in lists):

@@ -45,8 +45,9 @@ def open_backbone(model: str, weights: str | None, pool: str, device: torch.devi
     if pool not in POOLS:
         raise LattqeError(f"--pool {pool!r} is not known: use one of {', '.join(POOLS)}")
     if weights is None:
-        raise LattqeError(f"--model {model} needs --weights FILE, its state dict as .safetensors or .pth: nothing is "
-                          "downloaded here")
+        raise LattqeError(
+            f"--model {model} needs --weights FILE, its state dict as .safetensors or .pth: nothing is downloaded here"
+        )
     data = read_file(weights)
     with _offline():
         backbone, network = PACKAGES[package](_package(package), name, pool)
@@ -76,8 +77,7 @@ def _package(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:  # a torchvision of another torch raises RuntimeError
-        raise LattqeError(f"--model {name}:… cannot be used here ({_line(error)}): "
-                          f"{EXTRA}") from error
+        raise LattqeError(f"--model {name}:… cannot be used here ({_line(error)}): {EXTRA}") from error
 
 
 def read_state(data: bytes, name: str) -> dict[str, Tensor]:
@@ -104,10 +104,16 @@ def load_weights(network: nn.Module, state: Mapping[str, Tensor], model: str, we
     missing = [key for key in expected if key not in state and not key.endswith(("num_batches_tracked", ".gem.p"))]
     wrong = [key for key in expected if key in state and state[key].shape != expected[key].shape]
     if missing or wrong:
-        what = f"lacks {missing[0]!r}" if missing else (f"has {wrong[0]!r} of shape {tuple(state[wrong[0]].shape)}, "
-                                                       f"expected {tuple(expected[wrong[0]].shape)}")
-        raise LattqeError(f"{weights} are not the weights of {model}: it {what}, and {len(missing) + len(wrong) - 1} "
-                          "more do not fit")
+        what = (
+            f"lacks {missing[0]!r}"
+            if missing
+            else (
+                f"has {wrong[0]!r} of shape {tuple(state[wrong[0]].shape)}, expected {tuple(expected[wrong[0]].shape)}"
+            )
+        )
+        raise LattqeError(
+            f"{weights} are not the weights of {model}: it {what}, and {len(missing) + len(wrong) - 1} more do not fit"
+        )
     network.load_state_dict({**expected, **{key: state[key] for key in expected if key in state}})
     if not all(torch.isfinite(value).all() for value in network.state_dict().values() if value.is_floating_point()):
         raise LattqeError(f"{weights} hold NaN or infinity: they are damaged")
@@ -139,8 +145,15 @@ def _timm(timm: ModuleType, name: str, pool: str) -> tuple[Backbone, nn.Module]:
             found = found.permute(0, 3, 1, 2)
         return gem.to(found.device)(found) if pool == "gem" else found.mean(dim=(2, 3))
 
-    return Backbone(encode, pool, int(config["input_size"][1]), float(config["crop_pct"]),
-                    _filter(config["interpolation"]), tuple(config["mean"]), tuple(config["std"])), network
+    return Backbone(
+        encode,
+        pool,
+        int(config["input_size"][1]),
+        float(config["crop_pct"]),
+        _filter(config["interpolation"]),
+        tuple(config["mean"]),
+        tuple(config["std"]),
+    ), network
 
 
 class _Pooled(nn.Module):
@@ -173,8 +186,15 @@ def _torchvision(torchvision: ModuleType, name: str, pool: str) -> tuple[Backbon
     if not transformer:
         network.avgpool = _Pooled(pool)
     side = int(prepare.crop_size[0])
-    return Backbone(lambda images: network(images).flatten(1), pool, side, side / float(prepare.resize_size[0]),
-                    _filter(prepare.interpolation.value), tuple(prepare.mean), tuple(prepare.std)), network
+    return Backbone(
+        lambda images: network(images).flatten(1),
+        pool,
+        side,
+        side / float(prepare.resize_size[0]),
+        _filter(prepare.interpolation.value),
+        tuple(prepare.mean),
+        tuple(prepare.std),
+    ), network
 
 
 def _open_clip(open_clip: ModuleType, name: str, pool: str) -> tuple[Backbone, nn.Module]:
@@ -191,12 +211,22 @@ def _open_clip(open_clip: ModuleType, name: str, pool: str) -> tuple[Backbone, n
     size = config.get("size", whole.visual.image_size)
     side = int(size if isinstance(size, int) else size[0])
     network = nn.ModuleDict({"visual": whole.visual})
-    return Backbone(whole.visual, "its own", side, 1.0, _filter(config.get("interpolation", "bicubic")),
-                    tuple(config.get("mean", IMAGENET_MEAN)), tuple(config.get("std", IMAGENET_STD))), network
+    return Backbone(
+        whole.visual,
+        "its own",
+        side,
+        1.0,
+        _filter(config.get("interpolation", "bicubic")),
+        tuple(config.get("mean", IMAGENET_MEAN)),
+        tuple(config.get("std", IMAGENET_STD)),
+    ), network
 
 
 PACKAGES: dict[str, Callable[[ModuleType, str, str], tuple[Backbone, nn.Module]]] = {
-    "timm": _timm, "torchvision": _torchvision, "open_clip": _open_clip}
+    "timm": _timm,
+    "torchvision": _torchvision,
+    "open_clip": _open_clip,
+}
 
 
 def _filter(name: str) -> str:

@@ -50,8 +50,10 @@ class Checkpoint:
         """Make the network with these weights, in evaluation mode."""
         with torch.device("meta"):
             network = RetrievalNet(self.architecture, self.whitening)
-        state = {key: self.state[key].float() if key in self.state else torch.zeros((), dtype=torch.int64)
-                 for key in network.state_dict()}
+        state = {
+            key: self.state[key].float() if key in self.state else torch.zeros((), dtype=torch.int64)
+            for key in network.state_dict()
+        }
         network.load_state_dict(state, assign=True)
         return network.eval()
 
@@ -72,8 +74,10 @@ def read_checkpoint(data: bytes, name: str) -> Checkpoint:
         checkpoint = _from_bare_features(content)
     else:
         keys = ", ".join(map(repr, list(content)[:5]))
-        raise LattqeError(f"{name}: keys {keys} are of no known layout: expected 'meta' and 'state_dict' "
-                          "(cnnimageretrieval-pytorch) or the state dict of a torchvision ResNet")
+        raise LattqeError(
+            f"{name}: keys {keys} are of no known layout: expected 'meta' and 'state_dict' "
+            "(cnnimageretrieval-pytorch) or the state dict of a torchvision ResNet"
+        )
     _check_keys(checkpoint, name)
     return checkpoint
 
@@ -95,9 +99,13 @@ def _from_retrieval_layout(content: Mapping[str, Any], name: str) -> Checkpoint:
         if meta.get(key, wanted) != wanted:
             raise LattqeError(f"{name}: meta says {key} = {meta[key]!r}, and only {wanted!r} is supported")
     return Checkpoint(
-        architecture=str(meta.get("architecture")), whitening=bool(meta.get("whitening", False)), state=state,
-        mean=_three_numbers(meta, "mean", IMAGENET_MEAN, name), std=_three_numbers(meta, "std", IMAGENET_STD, name),
-        post_whitening=meta.get("Lw", {}))
+        architecture=str(meta.get("architecture")),
+        whitening=bool(meta.get("whitening", False)),
+        state=state,
+        mean=_three_numbers(meta, "mean", IMAGENET_MEAN, name),
+        std=_three_numbers(meta, "std", IMAGENET_STD, name),
+        post_whitening=meta.get("Lw", {}),
+    )
 
 
 def _three_numbers(meta: Mapping[str, Any], key: str, default: tuple[float, ...], name: str) -> tuple[float, ...]:
@@ -116,8 +124,9 @@ def _from_bare_features(content: Mapping[str, Any]) -> Checkpoint:
         child, _, rest = key.partition(".")
         if child != "fc":
             state[f"features.{TORCHVISION_CHILDREN.get(child, child)}.{rest}"] = value
-    blocks = tuple(len({key.split(".")[2] for key in state if key.startswith(f"features.{stage}.")})
-                   for stage in range(4, 8))
+    blocks = tuple(
+        len({key.split(".")[2] for key in state if key.startswith(f"features.{stage}.")}) for stage in range(4, 8)
+    )
     architecture = next((name for name, stages in STAGES.items() if stages == blocks), f"with stages {blocks}")
     return Checkpoint(architecture, whitening=False, state=state)
 
@@ -130,15 +139,23 @@ def _check_keys(checkpoint: Checkpoint, name: str) -> None:
     state = checkpoint.state
     found = [("is missing", key) for key in expected if key not in state and key not in counters]
     found += [("is unexpected", key) for key in state if key not in expected]
-    found += [(f"has shape {_shape(state[key])}, expected {tuple(expected[key].shape)}", key)
-              for key in expected if key in state and key not in counters and _shape(state[key]) != expected[key].shape]
-    found += [("holds NaN or infinity", key) for key in expected
-              if isinstance(state.get(key), Tensor) and not torch.isfinite(state[key]).all()]
+    found += [
+        (f"has shape {_shape(state[key])}, expected {tuple(expected[key].shape)}", key)
+        for key in expected
+        if key in state and key not in counters and _shape(state[key]) != expected[key].shape
+    ]
+    found += [
+        ("holds NaN or infinity", key)
+        for key in expected
+        if isinstance(state.get(key), Tensor) and not torch.isfinite(state[key]).all()
+    ]
     if found:
         shown = "; ".join(f"{key!r} {trouble}" for trouble, key in found[:5])
         more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
-        raise LattqeError(f"{name}: not a {checkpoint.architecture} with GeM"
-                          f"{' and whitening' if checkpoint.whitening else ''}: {shown}{more}")
+        raise LattqeError(
+            f"{name}: not a {checkpoint.architecture} with GeM"
+            f"{' and whitening' if checkpoint.whitening else ''}: {shown}{more}"
+        )
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
@@ -157,7 +174,9 @@ def published_whitening(uri: str, training_set: str | None, scales: str) -> tupl
         entry = found[training_set][scales]
         mean, projection = np.asarray(entry["m"], dtype=np.float64), np.asarray(entry["P"], dtype=np.float64)
     except (KeyError, TypeError, ValueError):
-        raise LattqeError(f"{uri} carries no readable whitening {training_set!r} for {scales!r}: choose with "
-                          f"--training-set (it has {', '.join(map(repr, found))}) and --single-scale") from None
+        raise LattqeError(
+            f"{uri} carries no readable whitening {training_set!r} for {scales!r}: choose with "
+            f"--training-set (it has {', '.join(map(repr, found))}) and --single-scale"
+        ) from None
     config = {"method": "published", "training_set": training_set, "scales": scales}
     return Whitening(mean.reshape(-1), projection, config), xxhash.xxh3_128_hexdigest(data)

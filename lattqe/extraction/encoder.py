@@ -54,8 +54,9 @@ def rescale(images: Tensor, scale: float) -> Tensor:
     return functional.interpolate(images, size=(height, width), mode="bilinear", align_corners=False)
 
 
-def describe(encode: Callable[[Tensor], Tensor], images: Tensor, scales: Sequence[float] = (1.0,),
-             power: float = 1.0) -> Tensor:
+def describe(
+    encode: Callable[[Tensor], Tensor], images: Tensor, scales: Sequence[float] = (1.0,), power: float = 1.0
+) -> Tensor:
     """Encode (n, 3, h, w) images at every scale; → (n, D) unit vectors.
 
     The scales' vectors v are aggregated as (mean of v^power)^(1/power). With power 1 that is the plain mean; the
@@ -83,8 +84,9 @@ class EncoderSpec:
 
     def __post_init__(self) -> None:
         if sum(given is not None for given in (self.checkpoint, self.hook, self.model)) != 1:
-            raise LattqeError("give one of --checkpoint FILE, --model package:name with --weights FILE, or --encoder "
-                              "module:function")
+            raise LattqeError(
+                "give one of --checkpoint FILE, --model package:name with --weights FILE, or --encoder module:function"
+            )
         if self.model is None and (self.weights is not None or self.pool != "auto"):
             raise LattqeError("--weights and --pool belong to --model")
 
@@ -133,8 +135,10 @@ class Encoder:
             vectors = self.describe(torch.full((1, side, side, 3), 127, dtype=torch.uint8))
         except Exception as error:  # foreign code
             reason = " ".join(str(error).split())[:300]
-            raise LattqeError(f"the encoder fails on a {side}×{side} image ({reason}): {EXPORT_HELP}; "
-                              "for one of fixed input size give --center-crop") from error
+            raise LattqeError(
+                f"the encoder fails on a {side}×{side} image ({reason}): {EXPORT_HELP}; "
+                "for one of fixed input size give --center-crop"
+            ) from error
         if vectors.ndim != 2 or vectors.shape[0] != 1:
             raise LattqeError(f"the encoder gives shape {tuple(vectors.shape)} for one image: {EXPORT_HELP}")
         return int(vectors.shape[1])
@@ -193,9 +197,17 @@ def _open_model(spec: EncoderSpec, device: torch.device) -> Encoder:
     from lattqe.extraction.backbones import open_backbone
 
     opened, data = open_backbone(str(spec.model), spec.weights, spec.pool, device)
-    return Encoder(_one_tensor(opened.network), device, f"{spec.model}, pooling {opened.pool}",
-                   xxhash.xxh3_128_hexdigest(data), opened.mean, opened.std, side=opened.side, share=opened.share,
-                   filter=opened.filter)
+    return Encoder(
+        _one_tensor(opened.network),
+        device,
+        f"{spec.model}, pooling {opened.pool}",
+        xxhash.xxh3_128_hexdigest(data),
+        opened.mean,
+        opened.std,
+        side=opened.side,
+        share=opened.share,
+        filter=opened.filter,
+    )
 
 
 def find_hook_folder(hook: str) -> str | None:
@@ -223,17 +235,26 @@ def _open_hook(name: str, folder: str | None, device: torch.device) -> Encoder:
         module = importlib.import_module(module_name)
         network = getattr(module, function_name)(device)
     except Exception as error:  # foreign code
-        raise LattqeError(f"--encoder {name}: {type(error).__name__}: {error}; expected module:function, "
-                          "where function(device) returns the encoder") from error
+        raise LattqeError(
+            f"--encoder {name}: {type(error).__name__}: {error}; expected module:function, "
+            "where function(device) returns the encoder"
+        ) from error
     if not callable(network):
         raise LattqeError(f"--encoder {name}: gave a {type(network).__name__}, which cannot be called: {EXPORT_HELP}")
     source = inspect.getsource(module).encode()
-    return Encoder(_one_tensor(network), device, "Python function", xxhash.xxh3_128_hexdigest(source),
-                   tuple(getattr(network, "mean", IMAGENET_MEAN)), tuple(getattr(network, "std", IMAGENET_STD)))
+    return Encoder(
+        _one_tensor(network),
+        device,
+        "Python function",
+        xxhash.xxh3_128_hexdigest(source),
+        tuple(getattr(network, "mean", IMAGENET_MEAN)),
+        tuple(getattr(network, "std", IMAGENET_STD)),
+    )
 
 
 def _one_tensor(network: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
     """Unpack the encoders that return a list, a tuple or a dict of one tensor."""
+
     def call(images: Tensor) -> Tensor:
         out = network(images)
         if isinstance(out, dict):

@@ -27,12 +27,20 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF
 # EXIF orientation (tag 0x0112) → what brings the picture upright.
 ORIENTATION_TAG = 0x0112
 UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90}
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
-FILTERS = {"lanczos": Image.Resampling.LANCZOS, "bicubic": Image.Resampling.BICUBIC,
-           "bilinear": Image.Resampling.BILINEAR}
+FILTERS = {
+    "lanczos": Image.Resampling.LANCZOS,
+    "bicubic": Image.Resampling.BICUBIC,
+    "bilinear": Image.Resampling.BILINEAR,
+}
 
 # A file of more bytes than this is not read at all; the largest photographs are a tenth of it.
 MAX_FILE_BYTES = 512 << 20
@@ -59,8 +67,10 @@ class Framing:
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1 or self.filter not in FILTERS:
-            raise LattqeError(f"a central square of {self.share} of the short side, scaled by {self.filter!r}, cannot "
-                              f"be made: use a share up to 1 and one of {', '.join(FILTERS)}")
+            raise LattqeError(
+                f"a central square of {self.share} of the short side, scaled by {self.filter!r}, cannot "
+                f"be made: use a share up to 1 and one of {', '.join(FILTERS)}"
+            )
         for name, value in (("size", self.size), ("center crop", self.center_crop), ("max pixels", self.max_pixels)):
             if value is not None and value < 1:
                 raise LattqeError(f"{name} must be at least 1, not {value}")

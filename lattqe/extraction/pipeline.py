@@ -57,8 +57,16 @@ class Describer:
     is being stored, so the network does not wait for either.
     """
 
-    def __init__(self, encoder: Encoder, dim: int, place: Place, framing: Framing, scales: Sequence[float] = (1.0,),
-                 batch: int = 1, threads: int = 2) -> None:
+    def __init__(
+        self,
+        encoder: Encoder,
+        dim: int,
+        place: Place,
+        framing: Framing,
+        scales: Sequence[float] = (1.0,),
+        batch: int = 1,
+        threads: int = 2,
+    ) -> None:
         if batch < 1 or threads < 1:
             raise LattqeError(f"batch {batch} and threads {threads} must be at least 1")
         self.encoder, self.dim, self.place, self.framing, self.scales = encoder, dim, place, framing, tuple(scales)
@@ -102,15 +110,18 @@ class Describer:
             return self.encoder.describe(pixels, self.scales)
         except (RuntimeError, AssertionError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-                raise LattqeError(f"the network ran out of memory on {len(rows)} images of {pixels.shape[2]}×"
-                                  f"{pixels.shape[1]}: use a smaller --batch, --size or fewer workers") from None
+                raise LattqeError(
+                    f"the network ran out of memory on {len(rows)} images of {pixels.shape[2]}×"
+                    f"{pixels.shape[1]}: use a smaller --batch, --size or fewer workers"
+                ) from None
             for row in rows:  # an exported encoder that does not take this size
                 reasons[row] = f"refused by the encoder: {' '.join(str(error).split())[:200]}"
             return None
         except Exception as error:  # a fault of somebody's own encoder, whatever the image
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            raise LattqeError(f"the encoder failed with {type(error).__name__}: {error} ({frame.filename}, line "
-                              f"{frame.lineno})") from error
+            raise LattqeError(
+                f"the encoder failed with {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+            ) from error
 
     def _collect(self, finished: list[tuple[list[int], Tensor]], reasons: list[str]) -> DescribedBlock:
         """Fetch all vectors from the device: the one point that waits for it."""
@@ -136,8 +147,13 @@ def _stack(alike: list[tuple[int, Tensor]]) -> tuple[list[int], Tensor]:
 class _Ahead:
     """The futures of `function` over `entries`, in order, with up to `depth` of them started already."""
 
-    def __init__(self, entries: Sequence[ImageEntry], function: Callable[[ImageEntry], Tensor],
-                 pool: ThreadPoolExecutor, depth: int) -> None:
+    def __init__(
+        self,
+        entries: Sequence[ImageEntry],
+        function: Callable[[ImageEntry], Tensor],
+        pool: ThreadPoolExecutor,
+        depth: int,
+    ) -> None:
         self._rest, self._function, self._pool = iter(entries), function, pool
         self._started: deque[Future[Tensor]] = deque()
         self._start(depth)

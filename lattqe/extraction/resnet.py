@@ -42,7 +42,8 @@ class Bottleneck(nn.Module):
         self.downsample = None
         if stride != 1 or channels != out:
             self.downsample = nn.Sequential(
-                nn.Conv2d(channels, out, kernel_size=1, stride=stride, bias=False), nn.BatchNorm2d(out))
+                nn.Conv2d(channels, out, kernel_size=1, stride=stride, bias=False), nn.BatchNorm2d(out)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, channels, h, w) → (n, 4·width, ⌈h/stride⌉, ⌈w/stride⌉)."""
@@ -57,8 +58,11 @@ def resnet_features(architecture: str) -> nn.Sequential:
     if architecture not in STAGES:
         raise LattqeError(f"architecture {architecture!r} is not known: use one of {', '.join(STAGES)}")
     modules: list[nn.Module] = [
-        nn.Conv2d(3, 64, kernel_size=7, stride=2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True),
-        nn.MaxPool2d(kernel_size=3, stride=2, padding=1)]
+        nn.Conv2d(3, 64, kernel_size=7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+    ]
     channels = 64
     for stage, blocks in enumerate(STAGES[architecture]):
         width = 64 * 2**stage

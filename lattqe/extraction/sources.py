@@ -92,8 +92,11 @@ def list_images(uri: str, root: str | None = None) -> ImageList:
         return _from_list_file(open_place(folder or "/"), name, root)
     if root is not None:
         raise LattqeError("--root goes with a list file; a folder is its own root")
-    entries = [ImageEntry(found, found, size) for found, size in place.sizes().items()
-               if not any(part.startswith(".") for part in found.split("/"))]
+    entries = [
+        ImageEntry(found, found, size)
+        for found, size in place.sizes().items()
+        if not any(part.startswith(".") for part in found.split("/"))
+    ]
     if not entries:
         raise LattqeError(f"there are no images at {uri}: give a folder, an s3:// prefix or a list file (.txt)")
     return ImageList.of(place.uri, entries)
@@ -111,8 +114,9 @@ def _from_list_file(parent: Place, name: str, root: str | None) -> ImageList:
     if base.is_local:
         # Lists name files anywhere on the disk, so the root is the disk.
         paths = [posixpath.normpath(posixpath.join(base.uri, line)) for line in listed]
-        return ImageList.of("/", (ImageEntry(line, path.lstrip("/"), _local_bytes(path))
-                                  for line, path in zip(listed, paths)))
+        return ImageList.of(
+            "/", (ImageEntry(line, path.lstrip("/"), _local_bytes(path)) for line, path in zip(listed, paths))
+        )
     return ImageList.of(base.uri, (ImageEntry(line, line) for line in listed))
 
 

@@ -72,12 +72,23 @@ class Destination:
             clean_up(place)
         return manifest
 
-    def _refuse_other(self, kind: str, fields: Mapping[str, Any], config: Mapping[str, Any],
-                      inputs: Mapping[str, Any], what: str) -> None:
-        there = {"kind": kind, "dim": fields.get("dim"), "dtype": fields.get("dtype"), "inputs": dict(inputs),
-                 "config": {key: value for key, value in config.items() if key != "skipped"}}
-        here = {"kind": "features", "dim": self.dim, "dtype": self.dtype, "inputs": dict(self.inputs),
-                "config": dict(self.config)}
+    def _refuse_other(
+        self, kind: str, fields: Mapping[str, Any], config: Mapping[str, Any], inputs: Mapping[str, Any], what: str
+    ) -> None:
+        there = {
+            "kind": kind,
+            "dim": fields.get("dim"),
+            "dtype": fields.get("dtype"),
+            "inputs": dict(inputs),
+            "config": {key: value for key, value in config.items() if key != "skipped"},
+        }
+        here = {
+            "kind": "features",
+            "dim": self.dim,
+            "dtype": self.dtype,
+            "inputs": dict(self.inputs),
+            "config": dict(self.config),
+        }
         refuse_other(open_place(self.uri), there, here, what)
 
     def begin(self, images: ImageList) -> Pending:
@@ -91,9 +102,15 @@ class Destination:
             self._refuse_other(plan["kind"], plan["fields"], plan["config"], plan["inputs"], "an unfinished artifact")
         else:
             refuse_foreign_files(place)
-        pending = Pending.begin(self.stage_uri, DescribedImages.kind, {"dim": self.dim, "dtype": self.dtype},
-                                block_rows(len(images)), self.config, self.inputs,
-                                schema=_stage_schema(self.dim, self.dtype))
+        pending = Pending.begin(
+            self.stage_uri,
+            DescribedImages.kind,
+            {"dim": self.dim, "dtype": self.dtype},
+            block_rows(len(images)),
+            self.config,
+            self.inputs,
+            schema=_stage_schema(self.dim, self.dtype),
+        )
         images.save(open_place(self.stage_uri), LIST_NAME)
         return pending
 
@@ -112,8 +129,11 @@ def block_table(entries: Sequence[ImageEntry], block: DescribedBlock, dtype: str
     """A block as it is stored: unit vectors rounded once to `dtype`, zeros for bad images."""
     vectors, _ = normalised(block.vectors, dtype)
     vectors[[bool(reason) for reason in block.reasons]] = 0
-    columns = [pa.array([entry.id for entry in entries], pa.string()), matrix_column(vectors),
-               pa.array(block.reasons, pa.string())]
+    columns = [
+        pa.array([entry.id for entry in entries], pa.string()),
+        matrix_column(vectors),
+        pa.array(block.reasons, pa.string()),
+    ]
     return pa.Table.from_arrays(columns, schema=_stage_schema(block.vectors.shape[1], dtype))
 
 
@@ -149,8 +169,14 @@ def _blocks(described: DescribedImages) -> Iterator[tuple[int, pa.Table]]:
         start += part.rows
 
 
-def merge(destination: Destination, described: DescribedImages, skipped: Skipped, labels: np.ndarray | None = None,
-          crops: np.ndarray | None = None, label_names: Sequence[str] | None = None) -> Manifest:
+def merge(
+    destination: Destination,
+    described: DescribedImages,
+    skipped: Skipped,
+    labels: np.ndarray | None = None,
+    crops: np.ndarray | None = None,
+    label_names: Sequence[str] | None = None,
+) -> Manifest:
     """Copy the good rows, in order, into the feature set and publish it. `labels` (n,) and `crops` (n, 4) are by image.
 
     Label i is named `label_names[i]`.
@@ -167,8 +193,15 @@ def merge(destination: Destination, described: DescribedImages, skipped: Skipped
     if label_names is not None:
         fields["label_names"] = list(label_names)
     part_rows = part_row_counts(int(good.sum()), row_bytes("features", fields))
-    pending = Pending.begin(destination.uri, "features", fields, part_rows,
-                            {**destination.config, "skipped": len(skipped.rows)}, destination.inputs, schema=schema)
+    pending = Pending.begin(
+        destination.uri,
+        "features",
+        fields,
+        part_rows,
+        {**destination.config, "skipped": len(skipped.rows)},
+        destination.inputs,
+        schema=schema,
+    )
     missing = set(pending.missing())
     images_of_parts = np.split(np.flatnonzero(good), np.cumsum(part_rows)[:-1])
     for number, images in enumerate(images_of_parts):
@@ -178,8 +211,13 @@ def merge(destination: Destination, described: DescribedImages, skipped: Skipped
     return pending.finish()
 
 
-def _part_table(described: DescribedImages, images: np.ndarray, schema: pa.Schema, labels: np.ndarray | None,
-                crops: np.ndarray | None) -> pa.Table:
+def _part_table(
+    described: DescribedImages,
+    images: np.ndarray,
+    schema: pa.Schema,
+    labels: np.ndarray | None,
+    crops: np.ndarray | None,
+) -> pa.Table:
     """The rows of the given images, all within one part."""
     first, last = int(images[0]), int(images[-1])
     table = described.table(first, last + 1).select(["id", "vector"]).take(images - first).combine_chunks()

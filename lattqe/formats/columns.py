@@ -45,8 +45,10 @@ def text_labels(texts: list[str], name: str) -> list[str]:
     for text in dict.fromkeys(texts):
         if not text or len(text) > MAX_ID or set("\x00\r\n") & set(text):
             what = "empty" if not text else f"{len(text)} characters long" if len(text) > MAX_ID else "of several lines"
-            raise LattqeError(f"{name}: the label of row {texts.index(text)} is {what}; labels have 1 to {MAX_ID} "
-                              "characters on one line")
+            raise LattqeError(
+                f"{name}: the label of row {texts.index(text)} is {what}; labels have 1 to {MAX_ID} "
+                "characters on one line"
+            )
     return texts
 
 
@@ -67,13 +69,17 @@ def _names_of_ground_truth(path: Path, rows: int | None) -> Any:
     lists = {key: content.get(key) for key in ("imlist", "qimlist")} if isinstance(content, dict) else {}
     sizes = {key: len(names) for key, names in lists.items() if isinstance(names, list | tuple)}
     if len(sizes) != 2:
-        raise LattqeError(f"{path} is not a ground truth with imlist and qimlist: ids are read from one of those, or "
-                          "from .npy, .txt and .csv")
+        raise LattqeError(
+            f"{path} is not a ground truth with imlist and qimlist: ids are read from one of those, or "
+            "from .npy, .txt and .csv"
+        )
     fitting = [key for key, size in sizes.items() if size == rows]
     if len(fitting) != 1:
-        raise LattqeError(f"{path} names {sizes['imlist']:,} images (imlist) and {sizes['qimlist']:,} queries "
-                          f"(qimlist), and there are {rows:,} rows: "
-                          + ("write the names that you mean into a .txt file" if fitting else "give all of one list"))
+        raise LattqeError(
+            f"{path} names {sizes['imlist']:,} images (imlist) and {sizes['qimlist']:,} queries "
+            f"(qimlist), and there are {rows:,} rows: "
+            + ("write the names that you mean into a .txt file" if fitting else "give all of one list")
+        )
     return lists[fitting[0]]
 
 

@@ -199,8 +199,9 @@ def _is_matrix(value: Any) -> bool:
     return len(getattr(value, "shape", ())) == 2 and is_numeric(value.dtype)
 
 
-def _beside(contents: Mapping[str, Any], names: tuple[str, ...], rows: int, key: str | None,
-            file: str) -> tuple[str | None, list[str]]:
+def _beside(
+    contents: Mapping[str, Any], names: tuple[str, ...], rows: int, key: str | None, file: str
+) -> tuple[str | None, list[str]]:
     """Find ids or labels among the arrays; those of another length are left out, and that is said."""
     if key is not None:
         if not isinstance(contents.get(key), (list, tuple, np.ndarray)):

@@ -31,10 +31,7 @@ class Machine:
     """The stack machine: `position` in `data`, the stack, and the memo of values mentioned again."""
 
     def __init__(
-        self,
-        data: memoryview,
-        meanings: Mapping[Name, Callable[..., Any]],
-        persistent: Callable[[Any], Any] | None,
+        self, data: memoryview, meanings: Mapping[Name, Callable[..., Any]], persistent: Callable[[Any], Any] | None
     ) -> None:
         self.data, self.position = data, 0
         self.stack: list[Any] = []

@@ -177,8 +177,10 @@ def check_expansion(path: Path, rows: int, dim: int) -> None:
     size, unfolded = path.stat().st_size, rows * dim * 4
     if unfolded > UNFOLDED_BYTES and unfolded > MAX_EXPANSION * size:
         times = unfolded // size
-        raise LattqeError(f"{path} has {size:,} bytes and declares {rows:,} × {dim} numbers, {times:,} times as much: "
-                          f"{MAX_EXPANSION} times is the limit, give --allow-expansion if this is meant")
+        raise LattqeError(
+            f"{path} has {size:,} bytes and declares {rows:,} × {dim} numbers, {times:,} times as much: "
+            f"{MAX_EXPANSION} times is the limit, give --allow-expansion if this is meant"
+        )
 
 
 def find_format(name: str) -> Format:

@@ -227,8 +227,13 @@ def _meanings(tensor: Callable[..., Any]) -> dict[Name, Callable[..., Any]]:
 
 def _reference(reference: Any) -> tuple[Any, str, Any]:
     """Type, key and number of elements of ('storage', torch.FloatStorage, '0', 'cpu', count, None in old files)."""
-    if not isinstance(reference, tuple) or len(reference) not in (5, 6) or reference[5:] not in ((), (None,)) \
-            or reference[1] not in STORAGES or not isinstance(reference[2], str):
+    if (
+        not isinstance(reference, tuple)
+        or len(reference) not in (5, 6)
+        or reference[5:] not in ((), (None,))
+        or reference[1] not in STORAGES
+        or not isinstance(reference[2], str)
+    ):
         raise Malformed(f"it refers to an unknown kind of storage {reference!r:.120}")
     return STORAGES[reference[1]], reference[2], reference[4]
 
@@ -239,8 +244,12 @@ def _itemsize(stored: Any) -> int:
 
 def _check_tensor(storage: Any, first: Any, shape: Any, strides: Any) -> None:
     """Refuse a tensor that does not lie within its storage."""
-    if not isinstance(storage, Storage) or not isinstance(shape, tuple) or not isinstance(strides, tuple) \
-            or not all(type(number) is int and number >= 0 for number in (first, *shape, *strides)):
+    if (
+        not isinstance(storage, Storage)
+        or not isinstance(shape, tuple)
+        or not isinstance(strides, tuple)
+        or not all(type(number) is int and number >= 0 for number in (first, *shape, *strides))
+    ):
         raise Malformed("a tensor is spelled wrong")
     last = first + sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True))
     if math.prod(shape) and (last >= storage.count or math.prod(shape) > storage.count):

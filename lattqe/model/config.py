@@ -7,8 +7,15 @@ from typing import Any
 from lattqe.errors import LattqeError
 
 # Beyond any network; what a stored configuration says is compared with the tensors too, where these show it.
-LARGEST = {"dim": 1 << 20, "layers": 1 << 10, "heads": 1 << 16, "width": 1 << 20, "ffn": 1 << 22, "max_k": 1 << 16,
-           "background": 1 << 16}
+LARGEST = {
+    "dim": 1 << 20,
+    "layers": 1 << 10,
+    "heads": 1 << 16,
+    "width": 1 << 20,
+    "ffn": 1 << 22,
+    "max_k": 1 << 16,
+    "background": 1 << 16,
+}
 CHOICES = {
     "norm": ("post", "pre"),
     "activation": ("relu", "gelu"),
@@ -84,8 +91,10 @@ class LAttQEConfig:
             if setting.type is bool and not isinstance(getattr(self, setting.name), bool):
                 raise LattqeError(f"{setting.name} is {getattr(self, setting.name)!r}: use true or false")
         if self.token_width % self.heads:
-            raise LattqeError(f"{self.heads} heads do not divide the width {self.token_width}: use a divisor, as in "
-                              "--set network.heads=4")
+            raise LattqeError(
+                f"{self.heads} heads do not divide the width {self.token_width}: use a divisor, as in "
+                "--set network.heads=4"
+            )
         self._check_tokens()
 
     def _check_tokens(self) -> None:
@@ -94,8 +103,10 @@ class LAttQEConfig:
             raise LattqeError("a background is for relational tokens: set relational, or background to 0")
         reads = self.relational and self.background and self.relation_bias and not self.visual
         if self.gated and not reads:
-            raise LattqeError("a gated network reads relations of a list: set relational and relation_bias, a "
-                              "background such as 256, and visual to false")
+            raise LattqeError(
+                "a gated network reads relations of a list: set relational and relation_bias, a "
+                "background such as 256, and visual to false"
+            )
         if self.relational:
             return
         if not (self.visual or self.positional or self.similarity):

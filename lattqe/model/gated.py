@@ -118,7 +118,8 @@ def _likeness(similarities: torch.Tensor, neighbors: torch.Tensor, m: int) -> to
     """Mean similarity (n, t + 1) of each token to the first m neighbors."""
     first = neighbors[:, : 1 + m]
     return torch.einsum("nij,nj->ni", similarities[:, :, : first.shape[1]], first) / first.sum(1, keepdim=True).clamp(
-        min=1)
+        min=1
+    )
 
 
 class Gates(nn.Module):

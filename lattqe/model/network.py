@@ -36,8 +36,13 @@ class LAttQE(nn.Module):
         else:
             self.tokens = Tokens(self.config)
         self.stack = Stack(self.config)
-        self.head: Head | GatedHead = (GatedHead(self.config) if self.config.gated else
-                                       SignedHead(self.config) if self.config.relational else Head(self.config))
+        self.head: Head | GatedHead = (
+            GatedHead(self.config)
+            if self.config.gated
+            else SignedHead(self.config)
+            if self.config.relational
+            else Head(self.config)
+        )
         self.metrics: dict[str, Any] = {}  # what was measured in training, where this network was loaded from
 
     def depth(self, k: int) -> int:
@@ -80,14 +85,18 @@ class LAttQE(nn.Module):
         depth = self.config.background or k
         share = background_share(valid, depth)
         deep = slice(1, 1 + max(depth, k))
-        whole = WholeList(torch.bmm(share[:, None], items)[:, 0],
-                          torch.bmm(items[:, deep], items[:, 0, :, None])[..., 0], valid[:, deep])
+        whole = WholeList(
+            torch.bmm(share[:, None], items)[:, 0],
+            torch.bmm(items[:, deep], items[:, 0, :, None])[..., 0],
+            valid[:, deep],
+        )
         found, beta = self.weigh(items[:, : 1 + k], valid[:, : 1 + k], whole, dba)
         weights = F.pad(found.weights, (0, items.shape[1] - 1 - k))
         return dataclasses.replace(found, weights=weights if dba else weights - beta[:, None] * share)
 
-    def weigh(self, items: torch.Tensor, valid: torch.Tensor, whole: WholeList, dba: bool = False,
-              ) -> tuple[Output, torch.Tensor]:
+    def weigh(
+        self, items: torch.Tensor, valid: torch.Tensor, whole: WholeList, dba: bool = False
+    ) -> tuple[Output, torch.Tensor]:
         """Weights of lists whose vectors beyond the k weighed ones are not needed: items (n, 1 + k, D).
 
         The item and its neighbors, expanded, are Σ w_i d_i for rows, and that less β times the background for queries:
@@ -170,14 +179,16 @@ class LAttQE(nn.Module):
         A configuration that comes with tensors is not trusted: it could ask for more than there is memory.
         """
         if config.layers > layers:
-            raise LattqeError(f"{layers} encoders are stored, config.json asks for {config.layers}: the files do not "
-                              "belong together")
+            raise LattqeError(
+                f"{layers} encoders are stored, config.json asks for {config.layers}: the files do not belong together"
+            )
         try:
             with torch.device("meta"):
                 return {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
         except RuntimeError as error:  # more elements than can be counted
-            raise LattqeError("config.json asks for a network that is too large: the files do not belong "
-                              "together") from error
+            raise LattqeError(
+                "config.json asks for a network that is too large: the files do not belong together"
+            ) from error
 
 
 def _count_encoders(tensors: dict[str, np.ndarray]) -> int:

@@ -74,22 +74,25 @@ def relate(items: torch.Tensor, valid: torch.Tensor, background: torch.Tensor, r
     every = torch.ones_like(similarity)
     flags = torch.zeros(2, t + 1, device=items.device, dtype=items.dtype)
     flags[0, 0] = flags[1, -1] = 1
-    features = torch.stack([
-        similarity,
-        torch.log1p(rank) / 3 * every * ranks,
-        flags[0] * every,
-        flags[1] * every,
-        ((similarity - mean) / spread).clamp(-3, 3) / 2,
-        mean * every,
-        5 * spread * every,
-        to_list,
-        to_first,
-        3 * (to_first - cosines[:, :, -1]),
-        nearer,  # share of the list that is nearer to it than the query is
-        2 * centred[:, 0],
-        2 * centred_first,
-        (rank / max(t - 1, 1)).clamp(max=1) * every * ranks,
-    ], dim=-1)
+    features = torch.stack(
+        [
+            similarity,
+            torch.log1p(rank) / 3 * every * ranks,
+            flags[0] * every,
+            flags[1] * every,
+            ((similarity - mean) / spread).clamp(-3, 3) / 2,
+            mean * every,
+            5 * spread * every,
+            to_list,
+            to_first,
+            3 * (to_first - cosines[:, :, -1]),
+            nearer,  # share of the list that is nearer to it than the query is
+            2 * centred[:, 0],
+            2 * centred_first,
+            (rank / max(t - 1, 1)).clamp(max=1) * every * ranks,
+        ],
+        dim=-1,
+    )
     return Relations(features, F.pad(valid, (0, 1), value=True), cosines, centred)
 
 

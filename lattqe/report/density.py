@@ -25,9 +25,14 @@ def blocks(results: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str, Any]
     found: dict[tuple[int, bool], list[Mapping[str, Any]]] = {}
     for group in results["groups"]:
         found.setdefault((group["columns"], group["crowded"]), []).append(group)
-    return [(f"{columns} columns, {'among distractors' if crowded else 'no distractors'} "
-             f"({groups[0]['sets']} set{'s' if groups[0]['sets'] > 1 else ''})", groups)
-            for (columns, crowded), groups in found.items()]
+    return [
+        (
+            f"{columns} columns, {'among distractors' if crowded else 'no distractors'} "
+            f"({groups[0]['sets']} set{'s' if groups[0]['sets'] > 1 else ''})",
+            groups,
+        )
+        for (columns, crowded), groups in found.items()
+    ]
 
 
 def verdict(groups: Sequence[Mapping[str, Any]]) -> str:
@@ -35,13 +40,18 @@ def verdict(groups: Sequence[Mapping[str, Any]]) -> str:
     labels = [line["label"] for line in groups[0]["lines"] if is_learned(line["method"])]
     sentences = []
     for label in labels:
-        sure = {_name(group): next(one for one in group["intervals"] if one["after"] == label
-                                   and one["before"] == "no expansion") for group in groups}
+        sure = {
+            _name(group): next(
+                one for one in group["intervals"] if one["after"] == label and one["before"] == "no expansion"
+            )
+            for group in groups
+        }
         harmed = [name for name, one in sure.items() if one["difference"] < -HARMLESS]
         helped = [name for name, one in sure.items() if one["low"] > 0]
         text = f"helps with {', '.join(helped)} relevant images" if helped else "helps nowhere for sure"
-        sentences.append(f"{label} {text}" + (f"; it harms with {', '.join(harmed)}." if harmed else
-                                              "; it harms nowhere."))
+        sentences.append(
+            f"{label} {text}" + (f"; it harms with {', '.join(harmed)}." if harmed else "; it harms nowhere.")
+        )
     return " ".join(sentences)
 
 
@@ -68,16 +78,34 @@ def density_csv(results: Mapping[str, Any]) -> str:
     writer.writerow(["set", "columns", "relevant", "distractors", "label", "mAP"])
     for cell in results["cells"]:
         for label, value in cell["map"].items():
-            writer.writerow([plain_cell(cell["set"]), cell["columns"], cell["relevant"] or "all",
-                             "yes" if cell["crowded"] else "no", plain_cell(label), f"{value:.6f}"])
+            writer.writerow(
+                [
+                    plain_cell(cell["set"]),
+                    cell["columns"],
+                    cell["relevant"] or "all",
+                    "yes" if cell["crowded"] else "no",
+                    plain_cell(label),
+                    f"{value:.6f}",
+                ]
+            )
     return out.getvalue()
 
 
 def render_density(results: Mapping[str, Any]) -> str:
     """Make the page of a density benchmark."""
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True,
-                                     undefined=jinja2.StrictUndefined)
-    shown = [{"title": title, "groups": groups, "verdict": verdict(groups), "figure": density_gains(title, groups),
-              "names": [_name(group) for group in groups]} for title, groups in blocks(results)]
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    shown = [
+        {
+            "title": title,
+            "groups": groups,
+            "verdict": verdict(groups),
+            "figure": density_gains(title, groups),
+            "names": [_name(group) for group in groups],
+        }
+        for title, groups in blocks(results)
+    ]
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        results=results, blocks=shown, describe=describe_setting, chosen=CHOSEN, is_learned=is_learned)
+        results=results, blocks=shown, describe=describe_setting, chosen=CHOSEN, is_learned=is_learned
+    )

@@ -47,8 +47,10 @@ def find_extremes(results: Mapping[str, Any], count: int = EXTREMES) -> tuple[li
     for table in results["per_query"]:
         if table["dataset"] not in seen:
             seen.add(table["dataset"])
-            found += [Extreme(table["dataset"], table["setup"], *line) for line in zip(
-                table["ids"], table["positives"], table["before"], table["after"][label])]
+            found += [
+                Extreme(table["dataset"], table["setup"], *line)
+                for line in zip(table["ids"], table["positives"], table["before"], table["after"][label])
+            ]
     ordered = sorted(found, key=lambda each: each.before - each.after)
     gains = [each for each in ordered[:count] if each.after > each.before]
     return gains, [each for each in ordered[::-1][:count] if each.after < each.before]
@@ -65,37 +67,58 @@ def make_examples(results: Mapping[str, Any], datasets: Sequence[Dataset], image
         mine = [each for each in (*gains, *losses) if each.dataset == dataset.name]
         if mine:
             cards |= _cards(Inputs.open(dataset), mine, method, k, thumbnails)
-    groups = tuple((title, tuple((each.dataset, cards[each]) for each in found))
-                   for title, found in (("Largest gains", gains), ("Largest losses", losses)) if found)
+    groups = tuple(
+        (title, tuple((each.dataset, cards[each]) for each in found))
+        for title, found in (("Largest gains", gains), ("Largest losses", losses))
+        if found
+    )
     return Examples(groups, tuple(thumbnails.encoded(PICTURE_BYTES) or ()))
 
 
-def _cards(inputs: Inputs, found: Sequence[Extreme], method: Any, k: int,
-           thumbnails: Thumbnails) -> dict[Extreme, Card]:
+def _cards(
+    inputs: Inputs, found: Sequence[Extreme], method: Any, k: int, thumbnails: Thumbnails
+) -> dict[Extreme, Card]:
     place = {name: number for number, name in enumerate(inputs.queries.ids())}
     numbers = np.array([place[each.id] for each in found])
     index, xq = StoredIndex([inputs.database]), inputs.queries.gather(numbers).astype(np.float32)
     exclude = None if inputs.exclude is None else inputs.exclude[numbers]
     shown = min(RESULTS, index.rows - (exclude is not None))
     expanded = expand_queries(index, xq, method, k, exclude=exclude)
-    weights = [{row: weight for row, weight in zip(rows, given) if row >= 0} for rows, given in
-               zip(expanded.rows[:, 1:1 + k].tolist(), expanded.weights[:, 1:1 + k].tolist())]
-    lists: list[tuple[str, Found]] = [("before", nearest(index, xq, shown, exclude)),
-                                      ("after", nearest(index, expanded.vectors, shown, exclude))]
+    weights = [
+        {row: weight for row, weight in zip(rows, given) if row >= 0}
+        for rows, given in zip(expanded.rows[:, 1 : 1 + k].tolist(), expanded.weights[:, 1 : 1 + k].tolist())
+    ]
+    lists: list[tuple[str, Found]] = [
+        ("before", nearest(index, xq, shown, exclude)),
+        ("after", nearest(index, expanded.vectors, shown, exclude)),
+    ]
     names = inputs.database.ids()
     cards = {}
     for at, each in enumerate(found):
         setup = next(one for one in inputs.truth.setups if one.name == each.setup)
-        sides = tuple((title, _tiles(inputs, int(numbers[at]), ids[at], scores[at], names, weights[at], setup,
-                                     thumbnails)) for title, (scores, ids) in lists)
-        cards[each] = Card(int(numbers[at]), each.id, thumbnails.get(each.id), each.positives, each.after,
-                           each.before, sides)
+        sides = tuple(
+            (title, _tiles(inputs, int(numbers[at]), ids[at], scores[at], names, weights[at], setup, thumbnails))
+            for title, (scores, ids) in lists
+        )
+        cards[each] = Card(
+            int(numbers[at]), each.id, thumbnails.get(each.id), each.positives, each.after, each.before, sides
+        )
     return cards
 
 
-def _tiles(inputs: Inputs, query: int, rows: np.ndarray, scores: np.ndarray, names: list[str],
-           weights: Mapping[int, float], setup: Setup, thumbnails: Thumbnails) -> tuple[Tile, ...]:
+def _tiles(
+    inputs: Inputs,
+    query: int,
+    rows: np.ndarray,
+    scores: np.ndarray,
+    names: list[str],
+    weights: Mapping[int, float],
+    setup: Setup,
+    thumbnails: Thumbnails,
+) -> tuple[Tile, ...]:
     marks = marks_of(inputs.truth, query, rows.astype(np.int64), setup)
-    return tuple(Tile(rank, names[row], thumbnails.get(names[row]), score, weights.get(row), mark)
-                 for rank, (row, score, mark) in enumerate(zip(rows.tolist(), scores.tolist(), marks), start=1)
-                 if row >= 0)
+    return tuple(
+        Tile(rank, names[row], thumbnails.get(names[row]), score, weights.get(row), mark)
+        for rank, (row, score, mark) in enumerate(zip(rows.tolist(), scores.tolist(), marks), start=1)
+        if row >= 0
+    )

@@ -20,9 +20,17 @@ PALETTE = ("#d55e00", "#009e73", "#e0a800", "#0072b2", "#cc79a7", "#56b4e9", "#7
 MARKERS = "osD^vPX<>h"
 GREY, BLACK = "#777777", "#000000"
 # Names come from users: a dollar in one is a dollar, not the beginning of a formula.
-STYLE = {"text.parse_math": False, "svg.hashsalt": "lattqe", "svg.fonttype": "none", "font.size": 9,
-         "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
-         "figure.constrained_layout.use": True}
+STYLE = {
+    "text.parse_math": False,
+    "svg.hashsalt": "lattqe",
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.constrained_layout.use": True,
+}
 WIDE, PANEL = (5.6, 3.8), (3.6, 2.8)  # inches; panels stand beside each other, or below each other on a phone
 
 
@@ -51,7 +59,7 @@ def to_svg(figure: Figure) -> str:
     figure.savefig(out, format="svg", metadata={"Date": None})
     plt.close(figure)
     text = out.getvalue()
-    return text[text.index("<svg"):]
+    return text[text.index("<svg") :]
 
 
 def nqe_trends(figure3: Mapping[str, Any]) -> str:
@@ -61,8 +69,15 @@ def nqe_trends(figure3: Mapping[str, Any]) -> str:
         axis.axhline(figure3["no_qe"], color=GREY, linestyle="--", linewidth=1.4, label="no expansion")
         for series in figure3["series"]:
             ours = is_learned(series["method"])
-            axis.plot(series["nqe"], series["map"], color=colour(series["method"]), marker=marker(series["method"]),
-                      markersize=6 if ours else 3.5, linewidth=2 if ours else 1.2, label=series["label"])
+            axis.plot(
+                series["nqe"],
+                series["map"],
+                color=colour(series["method"]),
+                marker=marker(series["method"]),
+                markersize=6 if ours else 3.5,
+                linewidth=2 if ours else 1.2,
+                label=series["label"],
+            )
         ticks = sorted({k for series in figure3["series"] for k in series["nqe"]})
         axis.set_xscale("symlog", base=2, linthresh=1)
         axis.set_xticks(ticks, [str(k) for k in ticks])
@@ -82,11 +97,23 @@ def regime_bars(setup: str, content: Mapping[str, Any], xlabel: str) -> str:
         for number, one in enumerate(series):
             middle = [place + (number - (len(series) - 1) / 2) * step for place in range(len(groups))]
             width = step / 2 if one["method"] in paper else step
-            axis.bar([at - (step - width) / 2 for at in middle], [one["relative"][group] for group in groups], width,
-                     color=colour(one["method"]), label=one["label"])
+            axis.bar(
+                [at - (step - width) / 2 for at in middle],
+                [one["relative"][group] for group in groups],
+                width,
+                color=colour(one["method"]),
+                label=one["label"],
+            )
             if one["method"] in paper:  # the paper's bar beside ours
-                axis.bar([at + width / 2 for at in middle], [paper[one["method"]][group] for group in groups], width,
-                         fill=False, edgecolor=colour(one["method"]), hatch="////", linewidth=0.8)
+                axis.bar(
+                    [at + width / 2 for at in middle],
+                    [paper[one["method"]][group] for group in groups],
+                    width,
+                    fill=False,
+                    edgecolor=colour(one["method"]),
+                    hatch="////",
+                    linewidth=0.8,
+                )
         if any(one["method"] in paper for one in series):
             axis.bar([0], [0], 0, fill=False, edgecolor="black", hatch="////", linewidth=0.8, label="the paper")
         ticks = [f"{content['level'][group]:.3g}\n({content['queries'][group]} queries)" for group in groups]
@@ -106,8 +133,14 @@ def weight_profile(profile: Mapping[str, Any]) -> str:
             one = profile[kind]
             ranks = [rank for rank, count in enumerate(one["count"], start=1) if count]
             low, high = (one["quantiles"][level] for level in ("0.1", "0.9"))
-            axis.fill_between(ranks, [low[rank - 1] for rank in ranks], [high[rank - 1] for rank in ranks],
-                              color=colour, alpha=0.15, linewidth=0)
+            axis.fill_between(
+                ranks,
+                [low[rank - 1] for rank in ranks],
+                [high[rank - 1] for rank in ranks],
+                color=colour,
+                alpha=0.15,
+                linewidth=0,
+            )
             axis.plot(ranks, [one["mean"][rank - 1] for rank in ranks], color=colour, linestyle=line, label=kind)
         axis.axhline(0, color="black", linewidth=0.6)
         axis.set(title=profile["label"], xlabel="rank of the neighbor", ylabel="weight (largest = 1)")
@@ -141,15 +174,37 @@ def density_gains(title: str, groups: Sequence[Mapping[str, Any]]) -> str:
             ours = is_learned(line["method"])
             values = [group["lines"][number]["one"] - none for group, none in zip(groups, plain)]
             dashes = "-" if line["kind"] == "qe" else "--" if line["kind"] == "dba+qe" else ":"
-            axis.plot(places, values, color=colour(line["method"]), marker=marker(line["method"]), linestyle=dashes,
-                      markersize=7 if ours else 3.5, linewidth=2 if ours else 1.1, label=line["label"])
+            axis.plot(
+                places,
+                values,
+                color=colour(line["method"]),
+                marker=marker(line["method"]),
+                linestyle=dashes,
+                markersize=7 if ours else 3.5,
+                linewidth=2 if ours else 1.1,
+                label=line["label"],
+            )
             if ours:
-                sure = [next(one for one in group["intervals"] if one["after"] == line["label"]
-                             and one["before"] == "no expansion") for group in groups]
-                axis.fill_between(places, [one["low"] for one in sure], [one["high"] for one in sure],
-                                  color=colour(line["method"]), alpha=0.12, linewidth=0)
-        best = [max(other["tuned"] for other in group["lines"] if not is_learned(other["method"])) - none
-                for group, none in zip(groups, plain)]
+                sure = [
+                    next(
+                        one
+                        for one in group["intervals"]
+                        if one["after"] == line["label"] and one["before"] == "no expansion"
+                    )
+                    for group in groups
+                ]
+                axis.fill_between(
+                    places,
+                    [one["low"] for one in sure],
+                    [one["high"] for one in sure],
+                    color=colour(line["method"]),
+                    alpha=0.12,
+                    linewidth=0,
+                )
+        best = [
+            max(other["tuned"] for other in group["lines"] if not is_learned(other["method"])) - none
+            for group, none in zip(groups, plain)
+        ]
         axis.plot(places, best, color=GREY, linewidth=1, marker="_", label="best rival, tuned for each set")
         axis.axhline(0, color="black", linewidth=0.8)
         axis.set_xticks(places, [str(group["relevant"] or "all") for group in groups])

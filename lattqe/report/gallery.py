@@ -74,11 +74,15 @@ class Gallery:
 
     def __post_init__(self) -> None:
         if self.against is not None and self.against.ranks.ids() != self.ranks.ranks.ids():
-            raise LattqeError(f"{self.against.ranks.uri} and {self.ranks.ranks.uri} answer other queries: compare "
-                              "ranks of the same queries in the same order")
+            raise LattqeError(
+                f"{self.against.ranks.uri} and {self.ranks.ranks.uri} answer other queries: compare "
+                "ranks of the same queries in the same order"
+            )
         if self.setup is not None and self.setup not in [one.name for one in self.setups]:
-            raise LattqeError(f"there is no setup {self.setup!r}: choose one of "
-                              f"{', '.join(one.name for one in self.setups) or '(none: there is no ground truth)'}")
+            raise LattqeError(
+                f"there is no setup {self.setup!r}: choose one of "
+                f"{', '.join(one.name for one in self.setups) or '(none: there is no ground truth)'}"
+            )
 
     @property
     def setups(self) -> tuple[Setup, ...]:
@@ -105,9 +109,16 @@ class Gallery:
             return [Card(number, name) for number, name in enumerate(names)]
         mine = self.ranks.scores[self.judged_by.name]
         other = self.against.scores[self.judged_by.name] if self.against is not None else None
-        return [Card(number, names[number], positives=int(mine.positives[number]), ap=100 * float(mine.ap[number]),
-                     before=None if other is None else 100 * float(other.ap[number]))
-                for number in np.flatnonzero(mine.evaluated).tolist()]
+        return [
+            Card(
+                number,
+                names[number],
+                positives=int(mine.positives[number]),
+                ap=100 * float(mine.ap[number]),
+                before=None if other is None else 100 * float(other.ap[number]),
+            )
+            for number in np.flatnonzero(mine.evaluated).tolist()
+        ]
 
 
 def choose(cards: Sequence[Card], order: str, count: int) -> list[Card]:
@@ -118,12 +129,17 @@ def choose(cards: Sequence[Card], order: str, count: int) -> list[Card]:
         raise LattqeError(f"{count} queries cannot be shown: ask for at least 1")
     if order == "change" and len(cards) > count:
         gains = sorted(cards, key=ORDERS["gain"])
-        cards = [*gains[: (count + 1) // 2], *gains[len(gains) - count // 2:]]
+        cards = [*gains[: (count + 1) // 2], *gains[len(gains) - count // 2 :]]
     return sorted(cards, key=lambda card: (ORDERS[order](card), card.number))[:count]
 
 
-def fill(gallery: Gallery, cards: Sequence[Card], thumbnails: Thumbnails, results: int,
-         on_done: Callable[[int], None] = lambda _: None) -> list[Card]:
+def fill(
+    gallery: Gallery,
+    cards: Sequence[Card],
+    thumbnails: Thumbnails,
+    results: int,
+    on_done: Callable[[int], None] = lambda _: None,
+) -> list[Card]:
     """The cards with their first `results` results and pictures; `on_done(1)` hears of each."""
     if results < 1:
         raise LattqeError(f"{results} results cannot be shown: ask for at least 1")
@@ -141,47 +157,68 @@ def fill(gallery: Gallery, cards: Sequence[Card], thumbnails: Thumbnails, result
 
 
 def _tiles(gallery: Gallery, side: JudgedRanks, query: int, thumbnails: Thumbnails, results: int) -> tuple[Tile, ...]:
-    I, D = (found[0, :results] for found in side.ranks.read(query, query + 1))  # noqa: E741
+    I, D = (found[0, :results] for found in side.ranks.read(query, query + 1))
     kept = I >= 0
     rows, scores = I[kept].astype(np.int64), D[kept]
     names = side.names(rows.tolist())
     setup = gallery.judged_by
     marks = [""] * len(rows) if setup is None else marks_of(side.truth, query, rows, setup)
     weights = {} if gallery.weights is None else gallery.weights.get(query, {})
-    return tuple(Tile(rank, names[row], thumbnails.get(names[row]), float(score), weights.get(row), mark)
-                 for rank, (row, score, mark) in enumerate(zip(rows.tolist(), scores.tolist(), marks), start=1))
+    return tuple(
+        Tile(rank, names[row], thumbnails.get(names[row]), float(score), weights.get(row), mark)
+        for rank, (row, score, mark) in enumerate(zip(rows.tolist(), scores.tolist(), marks), start=1)
+    )
 
 
 def marks_of(truth: GroundTruth, query: int, rows: NDArray[np.int64], setup: Setup) -> list[str]:
     """What each of the rows (n,) is for a query: 'right', 'wrong' or 'junk'."""
     (grades,) = truth.judgements(query, query + 1).grades_of(rows[None])
-    return ["right" if grade in setup.positive else "junk" if grade in setup.junk else "wrong"
-            for grade in grades.tolist()]
+    return [
+        "right" if grade in setup.positive else "junk" if grade in setup.junk else "wrong" for grade in grades.tolist()
+    ]
 
 
-def render_gallery(gallery: Gallery, cards: Sequence[Card], thumbnails: Thumbnails, title: str, order: str,
-                   facts: Mapping[str, str], budget: int = PAGE_BYTES) -> str:
+def render_gallery(
+    gallery: Gallery,
+    cards: Sequence[Card],
+    thumbnails: Thumbnails,
+    title: str,
+    order: str,
+    facts: Mapping[str, str],
+    budget: int = PAGE_BYTES,
+) -> str:
     """The page. Pictures become smaller where there are many; what still does not fit is refused."""
     tiles = sum(len(found) for card in cards for _, found in card.lists) + len(cards)
     pictures = thumbnails.encoded(budget - 20_000 - MARKUP_BYTES * tiles)
     page = None if pictures is None else _render(gallery, cards, pictures, title, order, facts)
     if page is None or len(page.encode()) > budget:
-        raise LattqeError(f"{len(cards)} queries with {tiles} pictures do not fit into a page of "
-                          f"{budget / 1e6:.0f} MB: show fewer with --queries or --results")
+        raise LattqeError(
+            f"{len(cards)} queries with {tiles} pictures do not fit into a page of "
+            f"{budget / 1e6:.0f} MB: show fewer with --queries or --results"
+        )
     return page
 
 
-def _render(gallery: Gallery, cards: Sequence[Card], pictures: list[str], title: str, order: str,
-            facts: Mapping[str, str]) -> str:
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True,
-                                     undefined=jinja2.StrictUndefined)
+def _render(
+    gallery: Gallery, cards: Sequence[Card], pictures: list[str], title: str, order: str, facts: Mapping[str, str]
+) -> str:
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     setup = gallery.judged_by
     values: dict[str, Any] = {
-        "title": title, "cards": cards, "pictures": pictures, "order": order, "facts": facts,
+        "title": title,
+        "cards": cards,
+        "pictures": pictures,
+        "order": order,
+        "facts": facts,
         "depth": gallery.ranks.ranks.k,
-        "setup": "" if setup is None or setup.name == "label" else setup.name, "judged": setup is not None,
-        "compared": gallery.against is not None, "weighed": gallery.weights is not None,
-        "orders": [name for name in ORDERS if _offered(name, setup is not None, gallery.against is not None)]}
+        "setup": "" if setup is None or setup.name == "label" else setup.name,
+        "judged": setup is not None,
+        "compared": gallery.against is not None,
+        "weighed": gallery.weights is not None,
+        "orders": [name for name in ORDERS if _offered(name, setup is not None, gallery.against is not None)],
+    }
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(values)
 
 

@@ -20,6 +20,9 @@ def graph_figure(statistics: GraphStatistics) -> str:
         shares = np.concatenate([[0.0], np.cumsum(named)]) / max(1, int(named.sum()))
         right.plot(100 * points / len(named), 100 * shares[points], color=PALETTE[0])
         right.plot([0, 100], [0, 100], color="#777777", linewidth=0.8)
-        right.set(xlabel="rows, most named first (%)", ylabel="entries in lists (%)",
-                  title=f"Gini {statistics.gini:.2f}, skewness {statistics.skewness:.1f}")
+        right.set(
+            xlabel="rows, most named first (%)",
+            ylabel="entries in lists (%)",
+            title=f"Gini {statistics.gini:.2f}, skewness {statistics.skewness:.1f}",
+        )
         return to_svg(figure)

@@ -10,10 +10,18 @@ from lattqe.benchmark.spec import GRAPH_METHODS
 from lattqe.expansion import METHODS
 from lattqe.store.export import plain_cell
 
-KINDS = {"none": "No expansion", "qe": "Query expansion", "dba+qe": "Database-side augmentation + query expansion",
-         "graph": "The whole graph: diffusion and propagation"}
-CHOSEN = {"fixed": "fixed", "validation": "chosen on validation", "test": "tuned on test",
-          "model": "chosen on validation, in training"}
+KINDS = {
+    "none": "No expansion",
+    "qe": "Query expansion",
+    "dba+qe": "Database-side augmentation + query expansion",
+    "graph": "The whole graph: diffusion and propagation",
+}
+CHOSEN = {
+    "fixed": "fixed",
+    "validation": "chosen on validation",
+    "test": "tuned on test",
+    "model": "chosen on validation, in training",
+}
 SHORT = {"fixed": "fixed", "validation": "on val.", "test": "on test", "model": "on val."}
 
 
@@ -50,8 +58,11 @@ def setting_parts(row: Mapping[str, Any]) -> dict[str, str]:
         first = next(iter(known.values())).symbol if step["method"] in GRAPH_METHODS else name
         parts[first] = str(step["k"])
         parts |= {"hops": str(step["hops"])} if "hops" in step else {}
-        parts |= {known[key].symbol: f"{value:g}" for key, value in step.items()
-                  if key in known and not known[key].address and (name != "nDBA" or step["method"] in GRAPH_METHODS)}
+        parts |= {
+            known[key].symbol: f"{value:g}"
+            for key, value in step.items()
+            if key in known and not known[key].address and (name != "nDBA" or step["method"] in GRAPH_METHODS)
+        }
     return parts
 
 
@@ -73,12 +84,22 @@ def map_lines(table3: Sequence[Mapping[str, Any]], published: Sequence[Mapping[s
     lines = []
     for row, own in zip(table3, numbers):
         rivals = [other for other, its in zip(numbers, table3) if its["kind"] == row["kind"]]
-        best = [len(rivals) > 1 and round(number, 1) >= max(round(rival[i], 1) for rival in rivals)
-                for i, number in enumerate(own)]
+        best = [
+            len(rivals) > 1 and round(number, 1) >= max(round(rival[i], 1) for rival in rivals)
+            for i, number in enumerate(own)
+        ]
         traces = [row["cells"][column] for column, _ in columns] + [""]
         paper = _published(theirs.get((row["kind"], row["method"])), columns)
-        lines.append(Line(row["kind"], row["label"], row["method"], describe_setting(row), CHOSEN[row["choose"]],
-                          tuple(Value(*value) for value in zip(own, best, traces, paper))))
+        lines.append(
+            Line(
+                row["kind"],
+                row["label"],
+                row["method"],
+                describe_setting(row),
+                CHOSEN[row["choose"]],
+                tuple(Value(*value) for value in zip(own, best, traces, paper)),
+            )
+        )
     return lines
 
 
@@ -134,8 +155,13 @@ def to_text(results: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
         text = [["mAP, * best", "none", *(line.label.replace(" + ", "+") for _, line in rows)]]
         for number, name in enumerate(names):
             values = [line.values[number] for _, line in rows]
-            text.append([name, f"{plain.values[number].number:.1f}",
-                         *(f"{value.number:.1f}{'*' if value.best else ' '}" for value in values)])
+            text.append(
+                [
+                    name,
+                    f"{plain.values[number].number:.1f}",
+                    *(f"{value.number:.1f}{'*' if value.best else ' '}" for value in values),
+                ]
+            )
         settings = [setting_parts(row) for row, _ in rows]
         for name in dict.fromkeys(name for parts in settings for name in parts):
             text.append([name, "", *(parts.get(name, "") for parts in settings)])

@@ -18,8 +18,9 @@ LARGEST_SEARCH = 50_000
 Weights = Mapping[int, Mapping[int, float]]
 
 
-def neighbor_weights(ranks: JudgedRanks, plain: JudgedRanks | None, queries: Sequence[int]) \
-        -> tuple[Weights | None, str]:
+def neighbor_weights(
+    ranks: JudgedRanks, plain: JudgedRanks | None, queries: Sequence[int]
+) -> tuple[Weights | None, str]:
     """For each of the queries the weights of its neighbors by row; or None and why there are none.
 
     `plain` spares the search for neighbors where it holds ranks without expansion of the same rows, deep enough.
@@ -35,13 +36,17 @@ def neighbor_weights(ranks: JudgedRanks, plain: JudgedRanks | None, queries: Seq
     numbers = np.array(queries, dtype=np.int64)
     found = _found(ranks, plain, numbers, min(method.depth(k), index.rows))
     if index.rows > LARGEST_SEARCH and (found is None or method.negatives):
-        return None, (f"weights are left out: {index.rows:,} rows would be searched again; give --against ranks "
-                      f"without expansion, of {method.depth(k)} results or more")
+        return None, (
+            f"weights are left out: {index.rows:,} rows would be searched again; give --against ranks "
+            f"without expansion, of {method.depth(k)} results or more"
+        )
     done = expand_queries(index, ranks.queries.gather(numbers).astype(np.float32), method, k, found=found)
     # Beyond k stand rows that a method only compares with: they have a share in the sum, but were not weighed.
-    rows, weights = done.rows[:, 1:1 + k], done.weights[:, 1:1 + k]
-    return {query: {int(row): float(weight) for row, weight in zip(mine, given) if row >= 0}
-            for query, mine, given in zip(queries, rows.tolist(), weights.tolist())}, ""
+    rows, weights = done.rows[:, 1 : 1 + k], done.weights[:, 1 : 1 + k]
+    return {
+        query: {int(row): float(weight) for row, weight in zip(mine, given) if row >= 0}
+        for query, mine, given in zip(queries, rows.tolist(), weights.tolist())
+    }, ""
 
 
 def _method(ranks: JudgedRanks, expand: Mapping[str, object]) -> Method:
@@ -60,8 +65,9 @@ def _found(ranks: JudgedRanks, plain: JudgedRanks | None, queries: np.ndarray, d
     """The neighbors of the queries as the plain ranks list them, where these are what was expanded from."""
     if plain is None or plain.ranks.manifest.config.get("expand") or plain.ranks.k < depth:
         return None
-    if [each.digest for each in (*plain.searched, plain.queries)] != \
-            [each.digest for each in (*ranks.searched, ranks.queries)]:
+    if [each.digest for each in (*plain.searched, plain.queries)] != [
+        each.digest for each in (*ranks.searched, ranks.queries)
+    ]:
         return None
-    I, D = plain.ranks.gather(queries)  # noqa: E741
+    I, D = plain.ranks.gather(queries)
     return D, I

@@ -45,8 +45,15 @@ class Codes:
         return len(self.codes)
 
     def __getitem__(self, rows: Any) -> "Codes":
-        return replace(self, codes=self.codes[rows], scale=self.scale[rows], residual=self.residual[rows],
-                       norms=self.norms[rows], wide=self.wide[rows], place=self.place[rows])
+        return replace(
+            self,
+            codes=self.codes[rows],
+            scale=self.scale[rows],
+            residual=self.residual[rows],
+            norms=self.norms[rows],
+            wide=self.wide[rows],
+            place=self.place[rows],
+        )
 
     def float32(self, rows: np.ndarray | slice = slice(None)) -> torch.Tensor:
         """The rows themselves, (m, D) float32 on the device."""
@@ -133,8 +140,10 @@ def encode(x: Rows | torch.Tensor, form: Format) -> Codes:
     """Turn stored rows x (n, D), float16 or float32, into codes on the device they are on."""
     n, dim = x.shape
     chunks = (x[start : start + CHUNK] for start in range(0, max(n, 1), CHUNK))
-    parts = [_encode_chunk((chunk if isinstance(chunk, torch.Tensor) else as_tensor(chunk)).float(), form)
-             for chunk in chunks]
+    parts = [
+        _encode_chunk((chunk if isinstance(chunk, torch.Tensor) else as_tensor(chunk)).float(), form)
+        for chunk in chunks
+    ]
     codes, scale = (torch.cat([part[column] for part in parts]) for column in (0, 1))
     residual, norms, exact = (torch.cat([part[column] for part in parts]).cpu().numpy() for column in (2, 3, 4))
     wide = _too_wide(scale.cpu().numpy(), residual, norms, exact) | (dim > form.max_dim)
@@ -149,8 +158,13 @@ def _encode_chunk(x: torch.Tensor, form: Format) -> tuple[torch.Tensor, ...]:
     codes, scale = form.encode(x)
     back = codes.double() * scale.double()[:, None]  # exact: 24 bits times at most 24
     up = 1 + 2e-16 * (x.shape[1] + 8)
-    return (codes, scale, torch.linalg.vector_norm(x.double() - back, dim=1) * up,
-            torch.linalg.vector_norm(back, dim=1) * up, torch.linalg.vector_norm(x.double(), dim=1) * up)
+    return (
+        codes,
+        scale,
+        torch.linalg.vector_norm(x.double() - back, dim=1) * up,
+        torch.linalg.vector_norm(back, dim=1) * up,
+        torch.linalg.vector_norm(x.double(), dim=1) * up,
+    )
 
 
 def _too_wide(scale: np.ndarray, residual: np.ndarray, norms: np.ndarray, exact: np.ndarray) -> np.ndarray:

@@ -22,8 +22,17 @@ class DeviceTopK:
     As RunningTopK, with tensors on `device` for candidates and thresholds; the arguments here are arrays.
     """
 
-    def __init__(self, rows: Block, others: Block, k: int, error: np.ndarray, capacity: int, device: torch.device,
-                 known: np.ndarray | None = None, floor: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        rows: Block,
+        others: Block,
+        k: int,
+        error: np.ndarray,
+        capacity: int,
+        device: torch.device,
+        known: np.ndarray | None = None,
+        floor: np.ndarray | None = None,
+    ) -> None:
         self.rows, self.others, self.k, self.device = rows, others, k, device
         self.error, self.capacity = self._bring(error), capacity
         self.known = None if known is None else self._bring(known)
@@ -156,8 +165,10 @@ class DeviceTopK:
             found = exact_scores(self.rows.stored, self.others.stored, i.cpu().numpy(), j.cpu().numpy())
             return self._bring(found)
         step = max(SCORING_ELEMENTS // max(self.rows.dim, 1), 1)
-        parts = [(_held(self.rows, i[lo : lo + step]).double() * _held(self.others, j[lo : lo + step]).double()).sum(1)
-                 for lo in range(0, len(i), step)]
+        parts = [
+            (_held(self.rows, i[lo : lo + step]).double() * _held(self.others, j[lo : lo + step]).double()).sum(1)
+            for lo in range(0, len(i), step)
+        ]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=self.device)
 
 

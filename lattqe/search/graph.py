@@ -54,8 +54,15 @@ class Lists:
         return Lists(*merge([(self.scores, self.ids), (scores, ids)], self.ids.shape[1]))
 
 
-def knn_graph(xb: Rows, k: int, *, device: torch.device | None = None, block_rows: int | None = None,
-              clock: Clock | None = None, kind: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+def knn_graph(
+    xb: Rows,
+    k: int,
+    *,
+    device: torch.device | None = None,
+    block_rows: int | None = None,
+    clock: Clock | None = None,
+    kind: str | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """Find the exact k best other rows of each row of xb (nb, D): I (nb, k) int32, D (nb, k) float32.
 
     Ordered by float64 dot product, then row; a row is never its own neighbor, its duplicates may be. Fewer than k
@@ -78,8 +85,9 @@ def knn_graph(xb: Rows, k: int, *, device: torch.device | None = None, block_row
             for b in range(a + 1, len(cuts)):
                 with clock("loading"):
                     visitors = Block.load(row_range(xb, *cuts[b]), lanes[0], k, widen=True)
-                lists[a], lists[b] = compare_between(rows, visitors, lists[a], lists[b], start, cuts[b][0],
-                                                     lanes, clock)
+                lists[a], lists[b] = compare_between(
+                    rows, visitors, lists[a], lists[b], start, cuts[b][0], lanes, clock
+                )
     if not lists:
         return np.empty((0, k), dtype=np.int32), np.empty((0, k), dtype=np.float32)
     scores, ids = (np.concatenate([getattr(part, name) for part in lists]) for name in ("scores", "ids"))
@@ -87,8 +95,9 @@ def knn_graph(xb: Rows, k: int, *, device: torch.device | None = None, block_row
     return ids, scores
 
 
-def fastest_kind(x: np.ndarray, k: int, rows: int, device: torch.device | None = None, engine: str = "lattqe",
-                 seconds: float = 0.5) -> tuple[str, float]:
+def fastest_kind(
+    x: np.ndarray, k: int, rows: int, device: torch.device | None = None, engine: str = "lattqe", seconds: float = 0.5
+) -> tuple[str, float]:
     """Find the kind of products that makes the graph of `rows` rows fastest, from a sample x (m, D) of them: its name,
     and products per second, selection and exact scores included.
 
@@ -151,26 +160,47 @@ def _search_again(rows: Block, running: Running, lanes: Sequence[Products], cloc
     again = running.unproven()
     with clock("searching again"):
         parts = [again[start:stop] for start, stop in tiles(len(again), max(-(-len(again) // len(lanes)), FINISH_ROWS))]
-        found = in_lanes(lambda products, part: search_block(rows.take(part), rows, running.k, products, part),
-                         parts, lanes)
+        found = in_lanes(
+            lambda products, part: search_block(rows.take(part), rows, running.k, products, part), parts, lanes
+        )
     clock.count("products", len(again) * len(rows))
     return [(part, *lists) for part, lists in zip(parts, found)]
 
 
-def compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: Lists, first_row: int,
-                    first_visitor: int, lanes: Sequence[Products], clock: Clock,
-                    visitor_floor: np.ndarray | None = None) -> tuple[Lists, Lists]:
+def compare_between(
+    rows: Block,
+    visitors: Block,
+    lists: Lists,
+    visitor_lists: Lists,
+    first_row: int,
+    first_visitor: int,
+    lanes: Sequence[Products],
+    clock: Clock,
+    visitor_floor: np.ndarray | None = None,
+) -> tuple[Lists, Lists]:
     """Compare two different blocks, which start at the given row numbers; return both sides' lists.
 
     `visitor_floor` (n,) float64: scores below which visitors take no row, whatever their lists say.
     """
-    return with_room(lambda: _compare_between(rows, visitors, lists, visitor_lists, first_row, first_visitor, lanes,
-                                              clock, visitor_floor), lanes)
+    return with_room(
+        lambda: _compare_between(
+            rows, visitors, lists, visitor_lists, first_row, first_visitor, lanes, clock, visitor_floor
+        ),
+        lanes,
+    )
 
 
-def _compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: Lists, first_row: int,
-                     first_visitor: int, lanes: Sequence[Products], clock: Clock,
-                     visitor_floor: np.ndarray | None) -> tuple[Lists, Lists]:
+def _compare_between(
+    rows: Block,
+    visitors: Block,
+    lists: Lists,
+    visitor_lists: Lists,
+    first_row: int,
+    first_visitor: int,
+    lanes: Sequence[Products],
+    clock: Clock,
+    visitor_floor: np.ndarray | None,
+) -> tuple[Lists, Lists]:
     k = lists.ids.shape[1]
     running = running_topk(lanes[0], rows, visitors, k, _known(lists))
     returning = running_topk(lanes[0], visitors, rows, k, _known(visitor_lists), visitor_floor)
@@ -184,8 +214,10 @@ def _compare_between(rows: Block, visitors: Block, lists: Lists, visitor_lists: 
     run_pairs([(a, len(cuts) + b) for a in range(len(cuts)) for b in range(len(visiting))], compare, lanes)
     threads = lanes[0].threads
     _score(running, returning, threads, clock)
-    return (_merge(running, lists, first_visitor, threads, clock),
-            _merge(returning, visitor_lists, first_row, threads, clock))
+    return (
+        _merge(running, lists, first_visitor, threads, clock),
+        _merge(returning, visitor_lists, first_row, threads, clock),
+    )
 
 
 def tile_rows(rows: int, lanes: Sequence[Products]) -> int:
@@ -201,8 +233,16 @@ def samples(n: int, size: int) -> list[slice]:
     return [slice(start, None, count) for start in range(count)]
 
 
-def _feed(rows: Block, visitors: Block, cut: slice, visiting: slice, running: Running,
-          returning: Running | None, products: Products, clock: Clock) -> None:
+def _feed(
+    rows: Block,
+    visitors: Block,
+    cut: slice,
+    visiting: slice,
+    running: Running,
+    returning: Running | None,
+    products: Products,
+    clock: Clock,
+) -> None:
     """Multiply one tile; offer its entries to the rows and, where there is a `returning`, to the visitors."""
     with clock("products"):
         tile = products.multiply(rows.held[cut], visitors.held[visiting])
@@ -222,8 +262,9 @@ def _feed(rows: Block, visitors: Block, cut: slice, visiting: slice, running: Ru
             returning.offer(visiting, j, cut.start + cut.step * i, scores)
 
 
-def _lift(running: Running, cut: slice, tile: object, entries: int, total: int, products: Products,
-          columns: bool = False) -> None:
+def _lift(
+    running: Running, cut: slice, tile: object, entries: int, total: int, products: Products, columns: bool = False
+) -> None:
     """Give rows without a threshold one, from this tile, of which they see `entries` of `total`: its k-th best, or
     what is about the k-th best of all.
     """
@@ -257,12 +298,12 @@ def _score(running: Running, returning: Running | None, threads: int, clock: Clo
             clock.count("scored", sum(in_threads(side.score, _cuts(side), threads)))
 
 
-def _merge(running: Running, lists: Lists, first_row: int, threads: int, clock: Clock,
-           redone: Redone = ()) -> Lists:
+def _merge(running: Running, lists: Lists, first_row: int, threads: int, clock: Clock, redone: Redone = ()) -> Lists:
     """Merge what was found into the lists, rows in parallel; the row numbers found count from `first_row`.
 
     `redone`: rows whose lists were found in another way.
     """
+
     def merge_rows(start: int, stop: int) -> Lists:
         part = Lists(lists.scores[start:stop], lists.ids[start:stop])
         scores, ids = running.lists(start, stop)

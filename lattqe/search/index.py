@@ -115,8 +115,7 @@ def pair_scores(xq: np.ndarray, xb: Rows, rows: np.ndarray) -> np.ndarray:
     return scores
 
 
-def count_above(xq: np.ndarray, xb: Rows, scores: np.ndarray, rows: np.ndarray, *,
-                first_row: int = 0) -> np.ndarray:
+def count_above(xq: np.ndarray, xb: Rows, scores: np.ndarray, rows: np.ndarray, *, first_row: int = 0) -> np.ndarray:
     """Count the rows of xb (nb, D) that stand before given (score, row) pairs in the exact order of each query.
 
     xq (nq, D), scores (nq, m) float64 as `pair_scores` gives them, rows (nq, m) (-1: padding, counted as 0) ->
@@ -137,8 +136,9 @@ def count_above(xq: np.ndarray, xb: Rows, scores: np.ndarray, rows: np.ndarray, 
         return sum(in_lanes(count, ranges, lanes), np.zeros(rows.shape, dtype=np.int64))
 
 
-def _count_in(xq: np.ndarray, xb: Rows, scores: np.ndarray, rows: np.ndarray, error: np.ndarray,
-              first_row: int) -> np.ndarray:
+def _count_in(
+    xq: np.ndarray, xb: Rows, scores: np.ndarray, rows: np.ndarray, error: np.ndarray, first_row: int
+) -> np.ndarray:
     """Count in one range of the database, tile by tile."""
     counts = np.zeros(rows.shape, dtype=np.int64)
     for first, last in tiles(len(xq), COUNT_QUERIES):
@@ -154,8 +154,9 @@ def _count_in(xq: np.ndarray, xb: Rows, scores: np.ndarray, rows: np.ndarray, er
     return counts
 
 
-def _count_clear(products: np.ndarray, scores: np.ndarray, rows: np.ndarray, error: np.ndarray,
-                 counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _count_clear(
+    products: np.ndarray, scores: np.ndarray, rows: np.ndarray, error: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Count in place what is above each score beyond doubt; return (query, m, column) of what is too close to tell."""
     doubtful: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     ordered = np.sort(products, axis=1)
@@ -182,8 +183,10 @@ class StoredIndex:
     def __init__(self, sets: "Sequence[FeatureSet]", device: torch.device | None = None) -> None:
         for other in sets[1:]:
             if other.dim != sets[0].dim:
-                raise LattqeError(f"{other.uri} has {other.dim} dimensions and {sets[0].uri} {sets[0].dim}: use "
-                                  "features of one extractor")
+                raise LattqeError(
+                    f"{other.uri} has {other.dim} dimensions and {sets[0].uri} {sets[0].dim}: use "
+                    "features of one extractor"
+                )
         self.sets, self._device = list(sets), device
         self.rows, self.dim = sum(each.rows for each in sets), sets[0].dim
 

@@ -108,8 +108,7 @@ def in_threads(function: Callable[[int, int], Result], cuts: Sequence[tuple[int,
         return list(pool.map(function, *zip(*cuts)))
 
 
-def in_lanes(function: Callable[[Lane, Item], Result], items: Sequence[Item],
-             lanes: Sequence[Lane]) -> list[Result]:
+def in_lanes(function: Callable[[Lane, Item], Result], items: Sequence[Item], lanes: Sequence[Lane]) -> list[Result]:
     """Call function(lane, item) for all items, each lane in its own thread; results in the order of items."""
     if len(lanes) == 1 or len(items) == 1:
         return [function(lanes[0], item) for item in items]

@@ -335,8 +335,9 @@ def lanes_on(device: torch.device | None = None, kind: str | None = None) -> Ite
     """Lanes for a device: on the CPU as many as torch has threads, each with single-threaded BLAS; one for a GPU."""
     kind = kind or kinds_for(device)[0]
     if kind not in kinds_for(device):
-        raise LattqeError(f"products of kind {kind!r} are not made for {device or 'cpu'}: use one of "
-                          f"{', '.join(kinds_for(device))}")
+        raise LattqeError(
+            f"products of kind {kind!r} are not made for {device or 'cpu'}: use one of {', '.join(kinds_for(device))}"
+        )
     if device is not None and device.type != "cpu":
         yield [TorchProducts(device) if kind == "float32" else CoarseTorchProducts(device, kind)]
         return
@@ -352,8 +353,10 @@ def with_room(compute: Callable[[], Result], lanes: Sequence[Products]) -> Resul
             return compute()
         except torch.OutOfMemoryError as error:
             if lanes[0].tile <= LEAST_TILE:
-                raise LattqeError(f"the device has no memory left, even for tiles of {lanes[0].tile} rows: use more "
-                                  "workers or smaller blocks (--block-rows)") from error
+                raise LattqeError(
+                    f"the device has no memory left, even for tiles of {lanes[0].tile} rows: use more "
+                    "workers or smaller blocks (--block-rows)"
+                ) from error
             for lane in lanes:
                 lane.tile, lane.entries = max(lane.tile // 2, LEAST_TILE), lane.entries // 4
                 lane.release()

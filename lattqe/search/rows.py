@@ -19,8 +19,10 @@ class Pieces:
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         if len({(array.dtype, array.shape[1:]) for array in arrays}) > 1:
-            raise LattqeError(f"vectors of {sorted({array.shape[1] for array in arrays})} dimensions do not belong "
-                              "together: use features of one extractor")
+            raise LattqeError(
+                f"vectors of {sorted({array.shape[1] for array in arrays})} dimensions do not belong "
+                "together: use features of one extractor"
+            )
         self.arrays = list(arrays)
         self.starts = np.cumsum([0, *map(len, self.arrays)])
         self.dtype = self.arrays[0].dtype

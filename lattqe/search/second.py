@@ -23,8 +23,15 @@ GPU_CANDIDATES = 2048  # the most that faiss selects on a GPU
 CHUNK = 4096  # rows whose candidates are scored at once
 
 
-def faiss_lists(rows: Block, others: Block, k: int, *, hidden: np.ndarray | None = None,
-                device: torch.device | None = None, clock: Clock | None = None) -> tuple[np.ndarray, np.ndarray]:
+def faiss_lists(
+    rows: Block,
+    others: Block,
+    k: int,
+    *,
+    hidden: np.ndarray | None = None,
+    device: torch.device | None = None,
+    clock: Clock | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """The exact k best of `others` for each of `rows`, but for row `hidden` (n,) of them (-1: none), by way of faiss.
 
     (n, k) float64 (-inf missing), (n, k) int32 (-1 missing): the same as `search_block` gives. Both blocks are held
@@ -55,13 +62,15 @@ def faiss_lists(rows: Block, others: Block, k: int, *, hidden: np.ndarray | None
         database = others.without(k)
         for start, stop in tiles(len(again), CHUNK):
             few = again[start:stop]
-            scores[few], ids[few] = search_block(rows.take(few), database, k, lanes[0],
-                                                 None if hidden is None else hidden[few])
+            scores[few], ids[few] = search_block(
+                rows.take(few), database, k, lanes[0], None if hidden is None else hidden[few]
+            )
     return scores, ids
 
 
-def faiss_graph(xb: Rows, k: int, *, device: torch.device | None = None,
-                clock: Clock | None = None) -> tuple[np.ndarray, np.ndarray]:
+def faiss_graph(
+    xb: Rows, k: int, *, device: torch.device | None = None, clock: Clock | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """The same as `knn_graph` gives, by way of faiss: I (n, k) int32, D (n, k) float32."""
     with lanes_on() as lanes:
         block = Block.load(check_rows(xb), lanes[0], widen=True)
@@ -79,8 +88,14 @@ def _candidates(rows: Block, others: Block, count: int, device: torch.device | N
     if device is not None and device.type == "cuda":
         if not hasattr(faiss, "StandardGpuResources"):
             raise LattqeError("this faiss has no GPU support: install faiss-gpu, or leave --engine faiss out")
-        return faiss.knn_gpu(faiss.StandardGpuResources(), xq, xb, min(count, GPU_CANDIDATES),
-                             metric=faiss.METRIC_INNER_PRODUCT, device=device.index or 0)
+        return faiss.knn_gpu(
+            faiss.StandardGpuResources(),
+            xq,
+            xb,
+            min(count, GPU_CANDIDATES),
+            metric=faiss.METRIC_INNER_PRODUCT,
+            device=device.index or 0,
+        )
     with _faiss_threads(torch.get_num_threads()):
         return faiss.knn(xq, xb, count, metric=faiss.METRIC_INNER_PRODUCT)
 

@@ -50,10 +50,15 @@ class GraphStatistics:
         top = np.sort(self.in_degrees)[::-1][: max(1, self.rows // 100)]
         quantiles = np.quantile(self.first, QUANTILES) if len(self.first) else []
         return {
-            "in_degree": {"gini": round(self.gini, 4), "skewness": round(self.skewness, 4),
-                          "largest": int(self.in_degrees.max()), "largest_row": int(self.in_degrees.argmax()),
-                          "share_of_top_percent": round(float(top.sum()) / max(1, int(self.in_degrees.sum())), 4)},
-            "rows_in_no_list": self.orphans, "rows_without_neighbors": self.alone,
+            "in_degree": {
+                "gini": round(self.gini, 4),
+                "skewness": round(self.skewness, 4),
+                "largest": int(self.in_degrees.max()),
+                "largest_row": int(self.in_degrees.argmax()),
+                "share_of_top_percent": round(float(top.sum()) / max(1, int(self.in_degrees.sum())), 4),
+            },
+            "rows_in_no_list": self.orphans,
+            "rows_without_neighbors": self.alone,
             "first_similarity": {f"{100 * q:g}%": round(float(value), 4) for q, value in zip(QUANTILES, quantiles)},
         }
 
@@ -62,7 +67,7 @@ def graph_statistics(graph: NeighborGraph) -> GraphStatistics:
     """Read the graph once; 4 bytes for each row and 8 for its in-degree are held."""
     rows = graph.database_rows or graph.rows
     degrees, first = np.zeros(rows, np.int64), []
-    for _, I, D in graph.blocks(BLOCK_ROWS):  # noqa: E741
+    for _, I, D in graph.blocks(BLOCK_ROWS):
         degrees += np.bincount(I[I >= 0], minlength=rows)
         first.append(D[I[:, 0] >= 0, 0])
     return GraphStatistics(degrees, np.concatenate(first), graph.rows)

@@ -58,21 +58,27 @@ def check_sets(task: GraphTask) -> None:
     if rows > MAX_ROWS:
         raise LattqeError(f"{rows} rows are more than a graph can number ({MAX_ROWS})")
     if (task.against is None) != (task.known is None):
-        raise LattqeError("--against and --into belong together: --into is the graph of the other set (make it once "
-                          "with `lattqe neighbors OTHER`); only to find rows of OTHER: `lattqe search OTHER FEATURES`")
+        raise LattqeError(
+            "--against and --into belong together: --into is the graph of the other set (make it once "
+            "with `lattqe neighbors OTHER`); only to find rows of OTHER: `lattqe search OTHER FEATURES`"
+        )
     if task.known is None:
         return
     if sets[1].dim != sets[0].dim:
-        raise LattqeError(f"{sets[1].uri} has {sets[1].dim} dimensions and {sets[0].uri} {sets[0].dim}: use features "
-                          "of one extractor")
+        raise LattqeError(
+            f"{sets[1].uri} has {sets[1].dim} dimensions and {sets[0].uri} {sets[0].dim}: use features of one extractor"
+        )
     known = NeighborGraph.open(task.known)
     made_of = known.manifest.inputs.get("features", {}).get("digest", "nothing known")
     if made_of != sets[1].digest:
-        raise LattqeError(f"{task.known} is not the graph of {task.against} (it was made of {made_of[:12]}, these have "
-                          f"{sets[1].digest[:12]}): compute theirs with `lattqe neighbors {task.against}`")
+        raise LattqeError(
+            f"{task.known} is not the graph of {task.against} (it was made of {made_of[:12]}, these have "
+            f"{sets[1].digest[:12]}): compute theirs with `lattqe neighbors {task.against}`"
+        )
     if known.k < task.k:
-        raise LattqeError(f"{task.known} has {known.k} neighbors for each row, {task.k} are asked for: use "
-                          f"-k {known.k}")
+        raise LattqeError(
+            f"{task.known} has {known.k} neighbors for each row, {task.k} are asked for: use -k {known.k}"
+        )
 
 
 def begin_graph(task: GraphTask) -> Pending:
@@ -83,8 +89,14 @@ def begin_graph(task: GraphTask) -> Pending:
     inputs = {"features": sets[0].as_input()}
     if task.against is not None and task.known is not None:
         inputs |= {"against": sets[1].as_input(), "known": NeighborGraph.open(task.known).as_input()}
-    return Pending.begin(task.to, "neighbors", fields, part_row_counts(rows, row_bytes("neighbors", fields)),
-                         config={"job": "neighbors", "k": task.k}, inputs=inputs)
+    return Pending.begin(
+        task.to,
+        "neighbors",
+        fields,
+        part_row_counts(rows, row_bytes("neighbors", fields)),
+        config={"job": "neighbors", "k": task.k},
+        inputs=inputs,
+    )
 
 
 def measure_products(task: GraphTask) -> tuple[str, float]:
@@ -96,8 +108,14 @@ def measure_products(task: GraphTask) -> tuple[str, float]:
     # Evenly from everywhere; of a remote set from its beginning, which spares reading all of its parts.
     last = features.rows - 1 if features.place.is_local else min(wanted, features.rows) - 1
     rows = np.unique(np.linspace(0, max(last, 0), wanted).astype(np.int64))
-    return fastest_kind(features.gather(rows[: features.rows]), task.k, features.rows, pick_device(), task.engine,
-                        seconds=0.5 if features.rows > wanted else 0.0)
+    return fastest_kind(
+        features.gather(rows[: features.rows]),
+        task.k,
+        features.rows,
+        pick_device(),
+        task.engine,
+        seconds=0.5 if features.rows > wanted else 0.0,
+    )
 
 
 class ProductClock(Clock):
@@ -125,10 +143,9 @@ def build_graph(task: GraphTask, on_products: Callable[[int], None] = lambda pro
         rows = in_one([piece for each in open_sets(task) for piece in each.pieces()])
         device = pick_device()
         if task.engine == "faiss":
-            I, D = faiss_graph(rows, task.k, device=device, clock=clock)  # noqa: E741
+            I, D = faiss_graph(rows, task.k, device=device, clock=clock)
         else:
-            I, D = knn_graph(rows, task.k, device=None if device.type == "cpu" else device, clock=clock,  # noqa: E741
-                             kind=task.kind)
+            I, D = knn_graph(rows, task.k, device=None if device.type == "cpu" else device, clock=clock, kind=task.kind)
         for part in missing:
             start = sum(pending.part_rows[:part])
             lists = slice(start, start + pending.part_rows[part])

@@ -26,8 +26,16 @@ RECEIVE_CHUNK = 8192  # pairs looked up at once
 SPARE = 3  # candidates that a row's buffer holds for each of its k best
 
 
-def topk(xq: np.ndarray, xb: np.ndarray, k: int, *, largest: bool = True, exclude: np.ndarray | None = None,
-         first_row: int = 0, device: torch.device | None = None) -> tuple[np.ndarray, np.ndarray]:
+def topk(
+    xq: np.ndarray,
+    xb: np.ndarray,
+    k: int,
+    *,
+    largest: bool = True,
+    exclude: np.ndarray | None = None,
+    first_row: int = 0,
+    device: torch.device | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """Find the k best rows of xb (nb, D) for each row of xq (nq, D): D (nq, k) float32, I (nq, k) int32.
 
     Exact: ordered by the float64 dot product, then by row, ascending; `largest=False` gives the k lowest, ascending.
@@ -42,8 +50,15 @@ def topk(xq: np.ndarray, xb: np.ndarray, k: int, *, largest: bool = True, exclud
     return published(sign * scores, ids)
 
 
-def best_rows(xq: np.ndarray, database: Block, k: int, lanes: Sequence[Products], *,
-              exclude: np.ndarray | None = None, first_row: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def best_rows(
+    xq: np.ndarray,
+    database: Block,
+    k: int,
+    lanes: Sequence[Products],
+    *,
+    exclude: np.ndarray | None = None,
+    first_row: int = 0,
+) -> tuple[np.ndarray, np.ndarray]:
     """Find the k best, in the form that can be merged: (nq, k) float64 (-inf missing), (nq, k) int32 (-1 missing).
 
     Threads share the queries or, where these are few, the rows of the database.
@@ -73,8 +88,9 @@ def best_rows(xq: np.ndarray, database: Block, k: int, lanes: Sequence[Products]
     return scores, ids
 
 
-def search_block(queries: Block, database: Block, k: int, products: Products,
-                 hidden: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def search_block(
+    queries: Block, database: Block, k: int, products: Products, hidden: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Search one block of queries over all tiles of the database, but for row `hidden` (nq,) of it (-1: none).
 
     (nq, k) float64 (-inf missing), (nq, k) int32 (-1 missing).
@@ -95,8 +111,14 @@ def search_block(queries: Block, database: Block, k: int, products: Products,
     return running.lists(0, len(queries))
 
 
-def running_topk(products: Products, rows: Block, others: Block, k: int, known: np.ndarray | None = None,
-                 floor: np.ndarray | None = None) -> "RunningTopK | DeviceTopK":
+def running_topk(
+    products: Products,
+    rows: Block,
+    others: Block,
+    k: int,
+    known: np.ndarray | None = None,
+    floor: np.ndarray | None = None,
+) -> "RunningTopK | DeviceTopK":
     """A running top-k where the products are made: in arrays, or in tensors on their device."""
     error = products.error(rows, others)
     if isinstance(products, TorchProducts):
@@ -113,8 +135,15 @@ class RunningTopK:
     `threshold` (n,) float32: what is not above it may be left out; `proven` (n,): of which that is certain.
     """
 
-    def __init__(self, rows: Block, others: Block, k: int, error: np.ndarray, known: np.ndarray | None = None,
-                 floor: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        rows: Block,
+        others: Block,
+        k: int,
+        error: np.ndarray,
+        known: np.ndarray | None = None,
+        floor: np.ndarray | None = None,
+    ) -> None:
         self.k = k
         self.known = known
         self.rows, self.others = rows, others

@@ -26,8 +26,9 @@ CHUNK = 2048  # rows compared at once: k² bytes for each
 Rescore = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def join_lists(ids: np.ndarray, scores: np.ndarray, newcomers: Lists,
-               rescore: Rescore) -> tuple[np.ndarray, np.ndarray]:
+def join_lists(
+    ids: np.ndarray, scores: np.ndarray, newcomers: Lists, rescore: Rescore
+) -> tuple[np.ndarray, np.ndarray]:
     """Merge exact newcomers into stored lists: ids (n, k) int32, scores (n, k) float32 -> the same, exact order.
 
     Rounding keeps order, so the rounded scores decide wherever they differ. Only lists in which a newcomer's rounded
@@ -54,8 +55,15 @@ def _unclear(ids: np.ndarray, scores: np.ndarray, newcomers: np.ndarray) -> np.n
     return equal | hidden.any(axis=1)
 
 
-def update_graph(xb: np.ndarray, I: np.ndarray, D: np.ndarray, stale: np.ndarray | None = None, *,  # noqa: E741
-                 device: torch.device | None = None, clock: Clock | None = None) -> tuple[np.ndarray, np.ndarray]:
+def update_graph(
+    xb: np.ndarray,
+    I: np.ndarray,
+    D: np.ndarray,
+    stale: np.ndarray | None = None,
+    *,
+    device: torch.device | None = None,
+    clock: Clock | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """Bring a graph up to date: I (n, k) int32, D (n, k) float32, the same as `knn_graph(xb, k)` gives.
 
     xb (n, D): the surviving old rows in their order, then the new ones. I, D (m, k): the old rows' lists in the row
@@ -71,17 +79,26 @@ def update_graph(xb: np.ndarray, I: np.ndarray, D: np.ndarray, stale: np.ndarray
     new_I[:m], new_D[:m] = I, D
     with lanes_on(device) as lanes:
         for start, stop in tiles(n - m, rows_per_block(xb.shape[1], k)):
-            rows = Block.load(xb[m + start:m + stop], lanes[0], k, widen=True)
+            rows = Block.load(xb[m + start : m + stop], lanes[0], k, widen=True)
             lists = compare_within(rows, Lists.empty(stop - start, k), m + start, lanes, clock)
             for lo, hi in tiles(m + start, rows_per_block(xb.shape[1], k)):
                 lists = _compare_with_known(rows, lists, m + start, xb, (lo, hi), new_I, new_D, lanes, clock)
-            new_D[m + start:m + stop], new_I[m + start:m + stop] = published(lists.scores, lists.ids)
+            new_D[m + start : m + stop], new_I[m + start : m + stop] = published(lists.scores, lists.ids)
         _search_again(xb, np.flatnonzero(stale), new_I, new_D, lanes, clock)
     return new_I, new_D
 
 
-def _compare_with_known(rows: Block, lists: Lists, first_row: int, xb: np.ndarray, known: tuple[int, int],
-                        I: np.ndarray, D: np.ndarray, lanes: Sequence[Products], clock: Clock) -> Lists:  # noqa: E741
+def _compare_with_known(
+    rows: Block,
+    lists: Lists,
+    first_row: int,
+    xb: np.ndarray,
+    known: tuple[int, int],
+    I: np.ndarray,
+    D: np.ndarray,
+    lanes: Sequence[Products],
+    clock: Clock,
+) -> Lists:
     """Compare new rows with rows lo..hi, whose lists I, D are complete without them and are updated in place."""
     lo, hi = known
     k = I.shape[1]
@@ -101,8 +118,9 @@ def _compare_with_known(rows: Block, lists: Lists, first_row: int, xb: np.ndarra
     return lists
 
 
-def _search_again(xb: np.ndarray, rows: np.ndarray, I: np.ndarray, D: np.ndarray,  # noqa: E741
-                  lanes: Sequence[Products], clock: Clock) -> None:
+def _search_again(
+    xb: np.ndarray, rows: np.ndarray, I: np.ndarray, D: np.ndarray, lanes: Sequence[Products], clock: Clock
+) -> None:
     """Search rows whose lists lost a member among all others."""
     if not len(rows):
         return

@@ -77,22 +77,27 @@ def verify_features(features: FeatureSet, report: Report = lambda rows: None) ->
             # Written so that NaN, for which every comparison is false, counts as wrong.
             wrong = np.flatnonzero(~(np.abs(lengths - 1) <= tolerance))
             if len(wrong):
-                raise CorruptDataError(f"{where}: the vector of row {first + start + wrong[0]} has norm "
-                                       f"{lengths[wrong[0]]:.6g}, not 1")
+                raise CorruptDataError(
+                    f"{where}: the vector of row {first + start + wrong[0]} has norm {lengths[wrong[0]]:.6g}, not 1"
+                )
         _check_ids(batch.column("id"), where, first)
         register.add(batch.column("id"))
         if features.has_labels and features.label_names is not None:
             labels = batch.column("label").to_numpy()
             wrong = np.flatnonzero((labels < 0) | (labels >= len(features.label_names)))
             if len(wrong):
-                raise CorruptDataError(f"{where}: row {first + wrong[0]} has label {labels[wrong[0]]}, and there are "
-                                       f"{len(features.label_names)} label names")
+                raise CorruptDataError(
+                    f"{where}: row {first + wrong[0]} has label {labels[wrong[0]]}, and there are "
+                    f"{len(features.label_names)} label names"
+                )
     repeated = register.duplicates(limit=1)
     if repeated:
         row = repeated[0][1]
         number = int(np.searchsorted(features.parts.starts, row, side="right")) - 1
-        raise CorruptDataError(f"{features.uri}/{features.manifest.parts[number].name}: the id of row {row}, "
-                               f"{features.ids(row, row + 1)[0]!r}, is that of row {repeated[0][0]} too")
+        raise CorruptDataError(
+            f"{features.uri}/{features.manifest.parts[number].name}: the id of row {row}, "
+            f"{features.ids(row, row + 1)[0]!r}, is that of row {repeated[0][0]} too"
+        )
 
 
 def verify_lists(lists: NeighborGraph, report: Report = lambda rows: None) -> None:
@@ -102,7 +107,7 @@ def verify_lists(lists: NeighborGraph, report: Report = lambda rows: None) -> No
         if isinstance(lists, Ranks):
             _check_ids(batch.column("id"), where, first)
         for start in range(0, batch.num_rows, BLOCK):
-            I = column_matrix(batch.column("neighbors").slice(start, BLOCK))  # noqa: E741
+            I = column_matrix(batch.column("neighbors").slice(start, BLOCK))
             D = column_matrix(batch.column("scores").slice(start, BLOCK))
             own = None if isinstance(lists, Ranks) else first + start
             for what, wrong in _list_faults(I, D, limit, own):
@@ -120,8 +125,7 @@ def verify_edges(edges: Edges, report: Report = lambda rows: None) -> None:
             raise CorruptDataError(f"{where}: row {first + wrong[0]} has a weight other than 0 in its padding")
 
 
-def _list_faults(I: np.ndarray, D: np.ndarray, limit: int | None,  # noqa: E741
-                 own: int | None) -> Iterator[tuple[str, np.ndarray]]:
+def _list_faults(I: np.ndarray, D: np.ndarray, limit: int | None, own: int | None) -> Iterator[tuple[str, np.ndarray]]:
     """(what is wrong, which rows (n,) bool) for lists I, D (n, k); `own` is the row number of the first list."""
     yield from impossible_lists(I, D, limit, own)
     padding = I == -1

@@ -54,11 +54,14 @@ def export_features(features: FeatureSet, to: str, factory: str | None = None) -
     if features.has_labels:
         beside[".labels.txt"] = lambda file: _write_lines(_labels(features), file)
     if suffix in INDEXES:
+
         def write(file: BinaryIO) -> None:
             _write_index(build_index(features, factory or "Flat"), file)
     else:
+
         def write(file: BinaryIO) -> None:
             (_write_npy if suffix == ".npy" else _write_fvecs)(features, file)
+
     return _publish(to, _plan(features, factory=factory), beside, write)
 
 
@@ -101,9 +104,9 @@ def sparse_graph(graph: NeighborGraph, similarities: bool = False, with_self: bo
     """
     import scipy.sparse
 
-    I, D = graph.read()  # noqa: E741
+    I, D = graph.read()
     if with_self:
-        I = np.hstack([np.arange(graph.rows, dtype=I.dtype)[:, None], I])  # noqa: E741
+        I = np.hstack([np.arange(graph.rows, dtype=I.dtype)[:, None], I])
         D = np.hstack([np.ones((graph.rows, 1), D.dtype), D])
     there = I >= 0
     values = D[there] if similarities else np.maximum(np.float32(1) - D[there], 0)
@@ -162,8 +165,9 @@ def _claim(place: Place, name: str, record: str, plan: dict[str, Any]) -> bool |
         there = unseal_json(place.read(record), f"{place.uri}/{record}")
     found = differences(plan, there.get("plan"))
     if found:
-        raise AlreadyExistsError(f"{place.uri}/{name} is another export ({found[0]}): choose another name, or delete "
-                                 f"it and {record}")
+        raise AlreadyExistsError(
+            f"{place.uri}/{name} is another export ({found[0]}): choose another name, or delete it and {record}"
+        )
     files = there.get("files") or {}
     return None if files and all(_size(place, each) == size for each, size in files.items()) else False
 
@@ -234,7 +238,8 @@ def _finite_blocks(features: FeatureSet) -> Iterator[np.ndarray]:
 def _write_npy(features: FeatureSet, file: BinaryIO) -> None:
     shape = (features.rows, features.dim)
     np.lib.format.write_array_header_1_0(
-        file, {"descr": np.dtype(features.dtype).str, "fortran_order": False, "shape": shape})
+        file, {"descr": np.dtype(features.dtype).str, "fortran_order": False, "shape": shape}
+    )
     for block in _finite_blocks(features):
         file.write(np.ascontiguousarray(block).data.cast("B"))
 
@@ -255,8 +260,10 @@ def build_index(features: FeatureSet, factory: str) -> Any:
     try:
         index = faiss.index_factory(features.dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
-        raise LattqeError(f"faiss does not know the factory string {factory!r} for {features.dim} dimensions: try "
-                          "Flat, \"IVF256,PQ16\" or HNSW32") from error
+        raise LattqeError(
+            f"faiss does not know the factory string {factory!r} for {features.dim} dimensions: try "
+            'Flat, "IVF256,PQ16" or HNSW32'
+        ) from error
     if not index.is_trained:
         rows = np.arange(features.rows)
         if features.rows > TRAINING_ROWS:
@@ -278,15 +285,22 @@ def _write_index(index: Any, file: BinaryIO) -> None:
 
 def _rank_rows(ranks: Ranks, names: list[str], labels: list[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """(id of the query, its results) of one query after the other."""
-    for start, I, D in ranks.blocks(BLOCK_ROWS):  # noqa: E741
+    for start, I, D in ranks.blocks(BLOCK_ROWS):
         if I.size and not -1 <= int(I.min()) <= int(I.max()) < len(names):
-            raise CorruptDataError(f"{ranks.uri}: some of rows {start}:{start + len(I)} name rows beyond the "
-                                   f"{len(names)} that were searched")
+            raise CorruptDataError(
+                f"{ranks.uri}: some of rows {start}:{start + len(I)} name rows beyond the "
+                f"{len(names)} that were searched"
+            )
         texts = D.astype(str)  # the shortest that reads back as the same float32
         for row, query in enumerate(ranks.ids(start, start + len(I))):
-            yield query, [
-                {"rank": rank, "id": names[found], "score": float(texts[row, rank - 1]), "label": labels[found]}
-                for rank, found in enumerate(I[row].tolist(), 1) if found >= 0]
+            yield (
+                query,
+                [
+                    {"rank": rank, "id": names[found], "score": float(texts[row, rank - 1]), "label": labels[found]}
+                    for rank, found in enumerate(I[row].tolist(), 1)
+                    if found >= 0
+                ],
+            )
 
 
 def _write_csv(rows: Iterator[tuple[str, list[dict[str, Any]]]], file: BinaryIO) -> None:
@@ -294,8 +308,10 @@ def _write_csv(rows: Iterator[tuple[str, list[dict[str, Any]]]], file: BinaryIO)
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("query", "rank", "id", "score", "label"))
     for query, results in rows:
-        writer.writerows((plain_cell(query), one["rank"], plain_cell(one["id"]), one["score"], plain_cell(one["label"]))
-                         for one in results)
+        writer.writerows(
+            (plain_cell(query), one["rank"], plain_cell(one["id"]), one["score"], plain_cell(one["label"]))
+            for one in results
+        )
     text.detach()
 
 

@@ -28,8 +28,8 @@ def norms(vectors: np.ndarray) -> np.ndarray:
     step = max(1, CHUNK_VALUES // max(1, vectors.shape[1]))
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, len(vectors), step):
-            chunk = vectors[start:start + step].astype(np.float64)
-            out[start:start + step] = np.sqrt(np.einsum("ij,ij->i", chunk, chunk))
+            chunk = vectors[start : start + step].astype(np.float64)
+            out[start : start + step] = np.sqrt(np.einsum("ij,ij->i", chunk, chunk))
     return out
 
 
@@ -40,12 +40,12 @@ def normalised(vectors: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]
     step = max(1, CHUNK_VALUES // max(1, vectors.shape[1]))
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         for start in range(0, len(vectors), step):
-            chunk = vectors[start:start + step].astype(np.float64)
+            chunk = vectors[start : start + step].astype(np.float64)
             # Scaling by the largest component first keeps squares of very large or small vectors in range.
             chunk /= np.abs(chunk).max(axis=1, keepdims=True)
             chunk /= np.sqrt(np.einsum("ij,ij->i", chunk, chunk))[:, None]
-            good[start:start + step] = np.isfinite(chunk).all(axis=1)
-            out[start:start + step] = chunk
+            good[start : start + step] = np.isfinite(chunk).all(axis=1)
+            out[start : start + step] = chunk
     return out, good
 
 
@@ -124,7 +124,7 @@ class FeatureSet(StoredRows):
                 return block
             if out is None:
                 out = np.empty((stop - start, self.dim), self.dtype)
-            out[row - start:row - start + len(block)] = block
+            out[row - start : row - start + len(block)] = block
         return np.empty((0, self.dim), self.dtype) if out is None else out
 
     def pieces(self, start: int = 0, stop: int | None = None) -> list[np.ndarray]:
@@ -141,14 +141,16 @@ class FeatureSet(StoredRows):
     def _check_unit(self, vectors: np.ndarray, first: int) -> None:
         step = max(1, CHUNK_VALUES // self.dim)
         for start in range(0, len(vectors), step):
-            chunk = vectors[start:start + step].astype(np.float32)
+            chunk = vectors[start : start + step].astype(np.float32)
             # Written so that NaN, for which every comparison is false, counts as wrong.
             with np.errstate(over="ignore", invalid="ignore"):
                 off = ~(np.abs(np.sqrt(np.einsum("ij,ij->i", chunk, chunk)) - 1) <= 2 * NORM_TOLERANCE[self.dtype])
             if off.any():
                 row = start + int(np.flatnonzero(off)[0])
-                raise CorruptDataError(f"{self.uri}: the vector of row {first + row} has norm "
-                                       f"{norms(vectors[row:row + 1])[0]:.6g}, not 1: make the set again")
+                raise CorruptDataError(
+                    f"{self.uri}: the vector of row {first + row} has norm "
+                    f"{norms(vectors[row : row + 1])[0]:.6g}, not 1: make the set again"
+                )
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
         """Vectors of a row list (n,) in its order, repeats allowed: (n, D)."""
@@ -167,7 +169,7 @@ class FeatureSet(StoredRows):
         for _, batch in self.parts.slices(0, self.rows, keep=False):
             matrix = column_matrix(batch.column("vector"))
             while len(matrix):
-                taken, matrix = matrix[:size - held], matrix[size - held:]
+                taken, matrix = matrix[: size - held], matrix[size - held :]
                 pending.append(taken)
                 held += len(taken)
                 if held == size:
@@ -229,8 +231,10 @@ def check_same_naming(one: FeatureSet, other: FeatureSet) -> None:
     """Refuse labels of which one set has names and the other plain numbers."""
     if (one.label_names is None) != (other.label_names is None):
         named, plain = (one, other) if other.label_names is None else (other, one)
-        raise LattqeError(f"the labels of {named.uri} are text and those of {plain.uri} are numbers: they cannot be "
-                          "compared; import both with text labels or both with numbers")
+        raise LattqeError(
+            f"the labels of {named.uri} are text and those of {plain.uri} are numbers: they cannot be "
+            "compared; import both with text labels or both with numbers"
+        )
 
 
 def joined_names(*sets: FeatureSet) -> list[str] | None:
@@ -252,8 +256,9 @@ def renumbered(labels: np.ndarray, features: FeatureSet, numbers: Mapping[str, i
 def _label_names(manifest: Manifest, uri: str) -> list[str] | None:
     """Lattqe 0.1.0 kept the names in the configuration of the import."""
     names = manifest.fields.get("label_names", manifest.config.get("label_names"))
-    if names is not None and (not isinstance(names, list) or not all(isinstance(name, str) for name in names)
-                              or len(set(names)) != len(names)):
+    if names is not None and (
+        not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) != len(names)
+    ):
         raise CorruptDataError(f"{uri}: the label names in its manifest are not a list of distinct texts")
     return names
 
@@ -266,6 +271,7 @@ def _dimensions(manifest: Manifest, uri: str) -> tuple[int, str]:
     check_columns(manifest, features_schema(dim, dtype), uri)
     for part in manifest.parts:
         if part.rows < 1 or part.bytes < part.rows * dim * np.dtype(dtype).itemsize:
-            raise CorruptDataError(f"{uri}/{part.name}: {part.bytes} bytes cannot hold {part.rows} rows of "
-                                   f"{dim} × {dtype}")
+            raise CorruptDataError(
+                f"{uri}/{part.name}: {part.bytes} bytes cannot hold {part.rows} rows of {dim} × {dtype}"
+            )
     return dim, dtype

@@ -41,7 +41,7 @@ class NeighborGraph(StoredRows):
     def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(I, D) of a row list (n,) in its order, repeats allowed."""
         rows = self.parts.check_rows(rows)
-        I = np.empty((len(rows), self.k), np.int32)  # noqa: E741
+        I = np.empty((len(rows), self.k), np.int32)
         D = np.empty((len(rows), self.k), np.float32)
         for batch, places, within in self.parts.groups(rows):
             neighbors, scores = _lists(batch)
@@ -57,7 +57,7 @@ class NeighborGraph(StoredRows):
 
     def _check(self, batch: pa.RecordBatch, first: int, where: str) -> None:
         """Refuse lists that would lead out of the feature set, or back to the row itself; `verify` checks more."""
-        I, D = _lists(batch)  # noqa: E741
+        I, D = _lists(batch)
         own = None if isinstance(self, Ranks) else first
         for fault, wrong in impossible_lists(I, D, self.database_rows, own):
             rows = np.flatnonzero(wrong)
@@ -146,8 +146,9 @@ class Ranks(NeighborGraph):
         return [name for _, batch in self.parts.slices(start, stop) for name in batch.column("id").to_pylist()]
 
 
-def impossible_lists(I: np.ndarray, D: np.ndarray, limit: int | None,  # noqa: E741
-                     own: int | None) -> Iterator[tuple[str, np.ndarray]]:
+def impossible_lists(
+    I: np.ndarray, D: np.ndarray, limit: int | None, own: int | None
+) -> Iterator[tuple[str, np.ndarray]]:
     """(what is wrong, which rows (n,) bool) of lists I, D (n, k); `own` is the row number of a graph's first list."""
     yield "names a row below -1", np.any(I < -1, axis=1)
     if limit is not None:

@@ -234,8 +234,10 @@ class PackagePlace(LocalPlace):
         folder = Path(__file__).resolve().parent.parent / "models"
         shipped = sorted(each.name for each in folder.glob("[a-z]*") if each.is_dir())
         if name not in shipped:
-            raise LattqeError(f"lattqe://{name}: no model of that name is part of lattqe: use "
-                              f"{' or '.join(f'lattqe://{each}' for each in shipped)}")
+            raise LattqeError(
+                f"lattqe://{name}: no model of that name is part of lattqe: use "
+                f"{' or '.join(f'lattqe://{each}' for each in shipped)}"
+            )
         super().__init__(folder / name)
         self.uri = f"lattqe://{name}"
 

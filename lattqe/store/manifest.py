@@ -19,8 +19,13 @@ FORMAT_VERSION = 1
 MAX_BYTES = 64 << 20
 SEAL_BYTES = 16
 
-KINDS = {"features": "feature set", "neighbors": "neighbor graph", "ranks": "list of ranks", "model": "model",
-         "edges": "weighted graph"}
+KINDS = {
+    "features": "feature set",
+    "neighbors": "neighbor graph",
+    "ranks": "list of ranks",
+    "model": "model",
+    "edges": "weighted graph",
+}
 
 
 def describe_kind(kind: str) -> str:
@@ -54,8 +59,11 @@ class Manifest:
     @property
     def digest(self) -> str:
         """Digest of the content alone: equal bytes, equal digest, wherever, whenever and however made."""
-        content = {"kind": self.kind, "fields": self.fields,
-                   "parts": [[part.rows, part.bytes, part.checksum] for part in self.parts]}
+        content = {
+            "kind": self.kind,
+            "fields": self.fields,
+            "parts": [[part.rows, part.bytes, part.checksum] for part in self.parts],
+        }
         return xxhash.xxh3_128_hexdigest(canonical_json(content))
 
     @property
@@ -65,9 +73,18 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The file's content, with a checksum of itself."""
-        body = {"format": FORMAT, "format_version": self.format_version, "kind": self.kind, "rows": self.rows,
-                "fields": self.fields, "parts": [vars(part) for part in self.parts], "config": self.config,
-                "inputs": self.inputs, "code_version": self.code_version, "digest": self.digest}
+        body = {
+            "format": FORMAT,
+            "format_version": self.format_version,
+            "kind": self.kind,
+            "rows": self.rows,
+            "fields": self.fields,
+            "parts": [vars(part) for part in self.parts],
+            "config": self.config,
+            "inputs": self.inputs,
+            "code_version": self.code_version,
+            "digest": self.digest,
+        }
         body["checksum"] = checksum(canonical_json(body))
         return json.dumps(body, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
@@ -129,8 +146,10 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     if body.get("format") != FORMAT or not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise CorruptDataError(f"{where} is not a lattqe manifest")
     if version > FORMAT_VERSION:
-        raise LattqeError(f"{where} has format version {version}, this lattqe {__version__} reads up to "
-                          f"{FORMAT_VERSION}: install a newer lattqe")
+        raise LattqeError(
+            f"{where} has format version {version}, this lattqe {__version__} reads up to "
+            f"{FORMAT_VERSION}: install a newer lattqe"
+        )
     stated = body.pop("checksum", None)
     try:
         sound = stated == checksum(canonical_json(body))
@@ -138,18 +157,43 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         sound = False
     if not sound:
         raise CorruptDataError(f"{where} does not match its own checksum: it was damaged or edited by hand")
-    expected = {"format", "format_version", "kind", "rows", "fields", "parts", "config", "inputs", "code_version",
-                "digest"}
+    expected = {
+        "format",
+        "format_version",
+        "kind",
+        "rows",
+        "fields",
+        "parts",
+        "config",
+        "inputs",
+        "code_version",
+        "digest",
+    }
     if set(body) != expected:
         raise CorruptDataError(f"{where} has missing or unknown keys: {sorted(set(body) ^ expected)}")
-    checks = {"kind": str, "rows": int, "fields": dict, "parts": list, "config": dict, "inputs": dict,
-              "code_version": str, "digest": str}
+    checks = {
+        "kind": str,
+        "rows": int,
+        "fields": dict,
+        "parts": list,
+        "config": dict,
+        "inputs": dict,
+        "code_version": str,
+        "digest": str,
+    }
     for key, kind in checks.items():
         if not isinstance(body[key], kind) or isinstance(body[key], bool):
             raise CorruptDataError(f"{where}: {key!r} is not a {kind.__name__}")
-    manifest = Manifest(body["kind"], body["rows"], tuple(_parse_part(part, where) for part in body["parts"]),
-                        body["fields"], body["config"], _parse_inputs(body["inputs"], where), body["code_version"],
-                        version)
+    manifest = Manifest(
+        body["kind"],
+        body["rows"],
+        tuple(_parse_part(part, where) for part in body["parts"]),
+        body["fields"],
+        body["config"],
+        _parse_inputs(body["inputs"], where),
+        body["code_version"],
+        version,
+    )
     if not manifest.parts:
         raise CorruptDataError(f"{where} names no parts: an artifact has at least one")
     names = [part.name for part in manifest.parts]
@@ -164,6 +208,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """A JSON object without NaN or infinity."""
+
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is not allowed")
 
@@ -212,8 +257,11 @@ def read_manifest(place: Place, kind: str | None = None) -> Manifest:
     manifest = None if place.is_local and place.is_file() else find_manifest(place)
     if manifest is None:
         if place.is_file():
-            hint = f"import it first: lattqe import {place.uri} --to FEATURES" if kind in (None, "features") \
+            hint = (
+                f"import it first: lattqe import {place.uri} --to FEATURES"
+                if kind in (None, "features")
                 else f"{describe_kind(kind)} is needed here"
+            )
             raise LattqeError(f"{place.uri} is a file, not an artifact: {hint}")
         if place.exists(PLAN):
             raise LattqeError(f"{place.uri} is not finished: run the command that was writing it again")

@@ -27,8 +27,13 @@ def model_address(model: str | None) -> str:
     return DEFAULT_MODEL if model is None else SHIPPED.get(model, model)
 
 
-def save_model(uri: str, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any],
-               metrics: Mapping[str, Any], inputs: Mapping[str, Mapping[str, str]] | None = None) -> Manifest:
+def save_model(
+    uri: str,
+    tensors: Mapping[str, np.ndarray],
+    config: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    inputs: Mapping[str, Mapping[str, str]] | None = None,
+) -> Manifest:
     """Store a model; a destination that holds the same model already is left as it is."""
     if not tensors:
         raise LattqeError(f"a model without tensors cannot be stored at {uri}")
@@ -38,8 +43,11 @@ def save_model(uri: str, tensors: Mapping[str, np.ndarray], config: Mapping[str,
     for name, array in arrays.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise LattqeError(f"tensor {name!r} holds NaN or infinity: such a model is not stored")
-    files = {TENSORS: safetensors.numpy.save(arrays), CONFIG: _pretty(config, "the model's config"),
-             METRICS: _pretty(metrics, "the model's metrics")}
+    files = {
+        TENSORS: safetensors.numpy.save(arrays),
+        CONFIG: _pretty(config, "the model's config"),
+        METRICS: _pretty(metrics, "the model's metrics"),
+    }
     parts = tuple(Part(name, 0, len(data), checksum(data)) for name, data in files.items())
     plan = make_plan("model", {"tensors": _shapes(arrays)}, config, inputs, None)
     place = open_place(uri)

@@ -153,8 +153,10 @@ class Parts:
             raise LattqeError(f"a row list has one dimension of whole numbers, not shape {rows.shape} of {rows.dtype}")
         rows = rows.astype(np.int64, copy=False)
         if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.manifest.rows:
-            raise LattqeError(f"rows {int(rows.min())}..{int(rows.max())} are not within the {self.manifest.rows} "
-                              f"rows of {self.place.uri}")
+            raise LattqeError(
+                f"rows {int(rows.min())}..{int(rows.max())} are not within the {self.manifest.rows} "
+                f"rows of {self.place.uri}"
+            )
         return rows
 
 

@@ -37,11 +37,25 @@ KEYS = {"kind": str, "fields": dict, "config": dict, "inputs": dict, "part_rows"
 PARALLEL_CHECKS = 8
 
 
-def make_plan(kind: str, fields: Mapping[str, Any], config: Mapping[str, Any] | None,
-              inputs: Mapping[str, Mapping[str, str]] | None, part_rows: list[int] | None) -> dict[str, Any]:
+def make_plan(
+    kind: str,
+    fields: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
+    inputs: Mapping[str, Mapping[str, str]] | None,
+    part_rows: list[int] | None,
+) -> dict[str, Any]:
     """All that decides the bytes of the artifact to be made."""
-    return plain_json({"kind": kind, "fields": dict(fields), "config": dict(config or {}),
-                       "inputs": dict(inputs or {}), "part_rows": part_rows, "code_version": __version__}, "the plan")
+    return plain_json(
+        {
+            "kind": kind,
+            "fields": dict(fields),
+            "config": dict(config or {}),
+            "inputs": dict(inputs or {}),
+            "part_rows": part_rows,
+            "code_version": __version__,
+        },
+        "the plan",
+    )
 
 
 def claim(place: Place, plan: dict[str, Any]) -> Manifest | None:
@@ -93,8 +107,9 @@ def refuse_other(place: Place, there: dict[str, Any], plan: dict[str, Any], what
     found = sorted(differences(plan, there), key=lambda line: line.startswith(("fields.columns", "part_rows", "code_")))
     if found:
         more = f" (and {len(found) - 1} more differences)" if len(found) > 1 else ""
-        raise AlreadyExistsError(f"{place.uri} holds {what} that differs: {found[0]}{more}: choose another destination "
-                                 "or delete it")
+        raise AlreadyExistsError(
+            f"{place.uri} holds {what} that differs: {found[0]}{more}: choose another destination or delete it"
+        )
 
 
 def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
@@ -102,8 +117,11 @@ def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
     if isinstance(ours, dict) and isinstance(theirs, dict):
         # Where an input lies does not matter, what is in it does.
         ignored = {"uri"} if path.startswith("inputs.") else set()
-        return [line for key in sorted({*ours, *theirs} - ignored)
-                for line in differences(ours.get(key), theirs.get(key), f"{path}.{key}" if path else key)]
+        return [
+            line
+            for key in sorted({*ours, *theirs} - ignored)
+            for line in differences(ours.get(key), theirs.get(key), f"{path}.{key}" if path else key)
+        ]
     if ours == theirs:
         return []
     return [f"{path}: {_short(theirs)} there, {_short(ours)} here"]
@@ -121,8 +139,9 @@ def publish_manifest(place: Place, manifest: Manifest) -> Manifest:
     except AlreadyExistsError:
         there = find_manifest(place)
         if there is None or there.digest != manifest.digest or there.config != manifest.config:
-            raise AlreadyExistsError(f"{place.uri} was published by another writer meanwhile: choose another "
-                                     "destination or delete it") from None
+            raise AlreadyExistsError(
+                f"{place.uri} was published by another writer meanwhile: choose another destination or delete it"
+            ) from None
         manifest = there
     clean_up(place)
     return manifest
@@ -163,9 +182,16 @@ class Pending:
         self._checked: set[int] = set()
 
     @classmethod
-    def begin(cls, uri: str, kind: str, fields: Mapping[str, Any], part_rows: Sequence[int],
-              config: Mapping[str, Any] | None = None, inputs: Mapping[str, Mapping[str, str]] | None = None,
-              schema: pa.Schema | None = None) -> "Pending":
+    def begin(
+        cls,
+        uri: str,
+        kind: str,
+        fields: Mapping[str, Any],
+        part_rows: Sequence[int],
+        config: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, Mapping[str, str]] | None = None,
+        schema: pa.Schema | None = None,
+    ) -> "Pending":
         """Claim `uri`, or join an equal claim. `schema` is needed where the kind and its fields do not decide it."""
         rows = [int(count) for count in part_rows]
         if not rows or min(rows) < 1:
@@ -238,8 +264,9 @@ class Pending:
         if table.num_rows != rows:
             raise LattqeError(f"part {number} of {self.uri} has {rows} rows, {table.num_rows} were given")
         if schema_columns(table.schema) != columns:
-            raise LattqeError(f"part {number} of {self.uri} has columns {columns}, {schema_columns(table.schema)} "
-                              "were given")
+            raise LattqeError(
+                f"part {number} of {self.uri} has columns {columns}, {schema_columns(table.schema)} were given"
+            )
         data = encode_part(table, table.schema)
         try:
             self.place.create(name, data)
@@ -254,8 +281,9 @@ class Pending:
         """The part that another process has stored: ours, or one of which two readings agree."""
         there = self.place.fetch(name)
         if there != ours and there != self.place.fetch(name):
-            raise CorruptDataError(f"{self.uri}/{name} is damaged on its way from the storage: run the same command "
-                                   "again")
+            raise CorruptDataError(
+                f"{self.uri}/{name} is damaged on its way from the storage: run the same command again"
+            )
         return there
 
     def finish(self) -> Manifest:
@@ -277,8 +305,14 @@ class Pending:
         except (MissingFileError, CorruptDataError):
             complete = False
         if complete:
-            return Manifest(self.plan["kind"], sum(self.part_rows), parts, self.plan["fields"], self.plan["config"],
-                            self.plan["inputs"])
+            return Manifest(
+                self.plan["kind"],
+                sum(self.part_rows),
+                parts,
+                self.plan["fields"],
+                self.plan["config"],
+                self.plan["inputs"],
+            )
         finished = find_manifest(self.place)
         if finished is None:
             raise LattqeError(f"{self.uri} is not complete: {len(self.missing())} parts are still to make")

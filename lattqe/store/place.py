@@ -173,8 +173,10 @@ def open_place(uri: str) -> Place:
     uri = str(uri)
     # Other tools allow credentials here: never show them, not even in a message. A secret key may have a slash.
     if uri.startswith("s3://") and (set("@:") & set(uri.split("/")[2]) or "?" in uri):
-        raise LattqeError("an s3:// address holds no credentials and no options: use s3://bucket/prefix, and set "
-                          "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL")
+        raise LattqeError(
+            "an s3:// address holds no credentials and no options: use s3://bucket/prefix, and set "
+            "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL"
+        )
     if "://" not in uri:
         if not uri.strip() or not uri.isprintable():
             raise LattqeError(f"{uri!r} is not a valid address: give a folder, file:///folder or s3://bucket/prefix")

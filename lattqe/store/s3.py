@@ -64,13 +64,18 @@ class S3Place(Place):
 
         def attempt() -> dict[str, int]:
             pages = clients().boto.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=start)
-            return {entry["Key"][len(start):]: entry["Size"] for page in pages for entry in page.get("Contents", ())
-                    if not entry["Key"].endswith("/")}
+            return {
+                entry["Key"][len(start) :]: entry["Size"]
+                for page in pages
+                for entry in page.get("Contents", ())
+                if not entry["Key"].endswith("/")
+            }
 
         return dict(sorted(self._try("list", "", attempt).items()))
 
     def size(self, name: str) -> int:
         """Bytes of one object."""
+
         def attempt() -> int:
             try:
                 return int(clients().boto.head_object(**self._object(name))["ContentLength"])
@@ -86,6 +91,7 @@ class S3Place(Place):
 
     def _read(self, name: str, action: Callable[[pa.NativeFile], T]) -> T:
         """Open the object with pyarrow and do `action`; boto3 says what an error of pyarrow's means."""
+
         def attempt() -> T:
             try:
                 with clients().arrow().open_input_file(f"{self.bucket}/{self._key(name)}") as file:
@@ -100,8 +106,9 @@ class S3Place(Place):
         """Exactly `length` bytes from `offset` on."""
         data = self._read(name, lambda file: bytes(file.read_at(length, offset)))
         if len(data) != length:
-            raise LattqeError(f"cannot read {self._uri(name)}: it ends at byte {offset + len(data)}, not "
-                              f"{offset + length}")
+            raise LattqeError(
+                f"cannot read {self._uri(name)}: it ends at byte {offset + len(data)}, not {offset + length}"
+            )
         traffic.add(read=length)
         return data
 
@@ -121,6 +128,7 @@ class S3Place(Place):
 
     def download(self, name: str, path: Path) -> None:
         """Stream the object to disk, held against its checksum where it was stored with one of the whole."""
+
         def attempt() -> None:
             with closing(clients().boto.get_object(**self._object(name))["Body"]) as body:
                 target.seek(0)
@@ -194,6 +202,7 @@ class S3Place(Place):
     @contextmanager
     def open_output(self, name: str) -> Iterator[BinaryIO]:
         """A local temporary file that goes up on a clean exit, in pieces where it is large."""
+
         def attempt() -> None:
             file.seek(0)
             clients().boto.upload_fileobj(_Unclosable(file), self.bucket, self._key(name))
@@ -255,7 +264,7 @@ def _read_whole(file: pa.NativeFile) -> pa.Buffer:
         data = file.read_at(length, offset)
         if len(data) != length:
             raise OSError("the object changed its size while it was read")
-        target[offset:offset + length] = np.frombuffer(data, np.uint8)
+        target[offset : offset + length] = np.frombuffer(data, np.uint8)
 
     with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         for _ in pool.map(read, range(0, size, RANGE_BYTES)):

@@ -24,20 +24,51 @@ from lattqe.store.place import MissingFileError, UnavailableError
 T = TypeVar("T")
 logger = logging.getLogger("lattqe.store")
 
-BAD_CREDENTIALS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "AuthFailure",
-                   "TokenRefreshRequired", "AuthorizationHeaderMalformed"}
-TRANSIENT = {"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException", "RequestLimitExceeded",
-             "TooManyRequestsException", "RequestTimeout", "InternalError", "ServiceUnavailable", "ServerBusy",
-             "OperationAborted", "ConditionalRequestConflict", "BadDigest", "IncompleteBody"}
+BAD_CREDENTIALS = {
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "InvalidToken",
+    "ExpiredToken",
+    "AuthFailure",
+    "TokenRefreshRequired",
+    "AuthorizationHeaderMalformed",
+}
+TRANSIENT = {
+    "SlowDown",
+    "SlowDownRead",
+    "SlowDownWrite",
+    "Throttling",
+    "ThrottlingException",
+    "RequestLimitExceeded",
+    "TooManyRequestsException",
+    "RequestTimeout",
+    "InternalError",
+    "ServiceUnavailable",
+    "ServerBusy",
+    "OperationAborted",
+    "ConditionalRequestConflict",
+    "BadDigest",
+    "IncompleteBody",
+}
 TRANSIENT_STATUS = {408, 409, 429, 500, 502, 503, 504}
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 PAUSE_TOLD = FIRST_PAUSE * 2**3  # a hiccup needs no message, a longer silence does
 # What decides where requests go and as whom: a change of any of these makes new clients.
-SETTINGS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_REGION",
-            "AWS_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE",
-            "LATTQE_S3_ANSWER_SECONDS")
+SETTINGS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_PROFILE",
+    "AWS_DEFAULT_REGION",
+    "AWS_REGION",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_CONFIG_FILE",
+    "AWS_SHARED_CREDENTIALS_FILE",
+    "LATTQE_S3_ANSWER_SECONDS",
+)
 CONNECT_SECONDS = 5.0
 
 
@@ -81,7 +112,8 @@ def retrying(action: str, uri: str, attempt: Callable[[], T]) -> T:
             if left <= 0 and attempts > 1:
                 raise UnavailableError(
                     f"cannot {action} {uri}: {reason}; gave up after {retry_seconds():.0f} s "
-                    "(LATTQE_S3_RETRY_SECONDS): run the same command again when the storage answers") from error
+                    "(LATTQE_S3_RETRY_SECONDS): run the same command again when the storage answers"
+                ) from error
             if pause == PAUSE_TOLD:
                 logger.warning("cannot %s %s: %s; trying for another %.0f s", action, uri, reason, left)
             time.sleep(max(min(random.uniform(0.5, 1.0) * pause, left), 0.0))
@@ -93,13 +125,23 @@ def explain(action: str, uri: str, error: Exception) -> str:
     if isinstance(error, boto.ClientError):
         return _explain_answer(action, uri, error)
     if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError | boto.SSOError):
-        raise LattqeError(f"cannot {action} {uri}: no S3 credentials were found, or a login has run out: set "
-                          "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE") from error
+        raise LattqeError(
+            f"cannot {action} {uri}: no S3 credentials were found, or a login has run out: set "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        ) from error
     if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
-        raise LattqeError(f"cannot {action} {uri}: the server's certificate is not trusted: set AWS_CA_BUNDLE to the "
-                          "file that holds its authority") from error
-    if isinstance(error, boto.ProfileNotFound | boto.ConfigParseError | boto.ParamValidationError
-                  | boto.InvalidRegionError | boto.NoRegionError):
+        raise LattqeError(
+            f"cannot {action} {uri}: the server's certificate is not trusted: set AWS_CA_BUNDLE to the "
+            "file that holds its authority"
+        ) from error
+    if isinstance(
+        error,
+        boto.ProfileNotFound
+        | boto.ConfigParseError
+        | boto.ParamValidationError
+        | boto.InvalidRegionError
+        | boto.NoRegionError,
+    ):
         raise LattqeError(f"cannot {action} {uri}: {_one_line(error)}") from error
     if isinstance(error, boto.EndpointConnectionError | boto.ConnectTimeoutError | ConnectionRefusedError):
         return "the S3 server cannot be reached (AWS_ENDPOINT_URL)"
@@ -115,14 +157,20 @@ def _explain_answer(action: str, uri: str, error: boto.ClientError) -> str:
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     if code == "NoSuchBucket":
         bucket = uri.removeprefix("s3://").split("/")[0]
-        raise LattqeError(f"cannot {action} {uri}: the bucket {bucket!r} does not exist: create it, or check the "
-                          "name and AWS_ENDPOINT_URL") from error
+        raise LattqeError(
+            f"cannot {action} {uri}: the bucket {bucket!r} does not exist: create it, or check the "
+            "name and AWS_ENDPOINT_URL"
+        ) from error
     if code in BAD_CREDENTIALS:
-        raise LattqeError(f"cannot {action} {uri}: S3 refused the credentials ({code}): check AWS_ACCESS_KEY_ID, "
-                          "AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN or AWS_PROFILE") from error
+        raise LattqeError(
+            f"cannot {action} {uri}: S3 refused the credentials ({code}): check AWS_ACCESS_KEY_ID, "
+            "AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN or AWS_PROFILE"
+        ) from error
     if code == "RequestTimeTooSkewed":
-        raise LattqeError(f"cannot {action} {uri}: this machine's clock is off by more than S3 accepts: set it (by "
-                          "NTP), then run the same command again") from error
+        raise LattqeError(
+            f"cannot {action} {uri}: this machine's clock is off by more than S3 accepts: set it (by "
+            "NTP), then run the same command again"
+        ) from error
     if code in TRANSIENT or (status in TRANSIENT_STATUS and code != "PreconditionFailed"):
         return f"S3 answered {status} {code}".rstrip()
     if code == "PreconditionFailed" or status == 412:
@@ -150,8 +198,12 @@ class Clients:
         self._credentials = session.get_credentials()
         self._region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
         # Attempts are ours alone: an attempt that boto3 repeats in silence could meet its own conditional PUT.
-        config = Config(retries={"total_max_attempts": 1}, connect_timeout=CONNECT_SECONDS,
-                        read_timeout=self._answer_seconds, max_pool_connections=32)
+        config = Config(
+            retries={"total_max_attempts": 1},
+            connect_timeout=CONNECT_SECONDS,
+            read_timeout=self._answer_seconds,
+            max_pool_connections=32,
+        )
         try:
             self.boto: Any = session.client("s3", region_name=self._region, config=config)
         except ValueError as error:
@@ -170,16 +222,23 @@ class Clients:
                 self._arrow = key, self._connect(*key)
             return self._arrow[1]
 
-    def _connect(self, access_key: str | None = None, secret_key: str | None = None,
-                 token: str | None = None) -> fs.S3FileSystem:
+    def _connect(
+        self, access_key: str | None = None, secret_key: str | None = None, token: str | None = None
+    ) -> fs.S3FileSystem:
         endpoint = urlsplit(self.boto.meta.endpoint_url)
         own_server = not (endpoint.hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
         override = {"endpoint_override": endpoint.netloc, "scheme": endpoint.scheme} if own_server else {}
         return fs.S3FileSystem(
-            access_key=access_key, secret_key=secret_key, session_token=token, region=self._region,
-            connect_timeout=CONNECT_SECONDS, request_timeout=self._answer_seconds,
+            access_key=access_key,
+            secret_key=secret_key,
+            session_token=token,
+            region=self._region,
+            connect_timeout=CONNECT_SECONDS,
+            request_timeout=self._answer_seconds,
             tls_ca_file_path=os.environ.get("AWS_CA_BUNDLE"),
-            retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1), **override)
+            retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
+            **override,
+        )
 
 
 @lru_cache(maxsize=8)

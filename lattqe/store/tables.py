@@ -35,8 +35,9 @@ def _list(kind: pa.DataType, size: int) -> pa.DataType:
     return pa.list_(pa.field("item", kind, nullable=False), size)
 
 
-def features_schema(dim: int, dtype: str = "float16", labels: bool = False,
-                    extra: Sequence[pa.Field] = ()) -> pa.Schema:
+def features_schema(
+    dim: int, dtype: str = "float16", labels: bool = False, extra: Sequence[pa.Field] = ()
+) -> pa.Schema:
     """Columns id, vector, label (with `labels`), then `extra`."""
     columns = [_column("id", pa.string()), _column("vector", _list(DTYPES[check_dtype(dtype)], dim))]
     if labels:
@@ -88,13 +89,16 @@ def schema_columns(schema: pa.Schema) -> list[dict[str, str]]:
 def check_columns(manifest: Manifest, schema: pa.Schema, uri: str) -> None:
     """An artifact has at least the columns of its kind, in their order; CorruptDataError otherwise."""
     columns, needed = manifest.fields.get("columns"), schema_columns(schema)
-    if not isinstance(columns, list) or columns[:len(needed)] != needed or not all(map(_is_column, columns)):
+    if not isinstance(columns, list) or columns[: len(needed)] != needed or not all(map(_is_column, columns)):
         raise CorruptDataError(f"{uri}: the columns in its manifest are not those of {describe_kind(manifest.kind)}")
 
 
 def _is_column(entry: Any) -> bool:
-    return (isinstance(entry, dict) and set(entry) == {"name", "type"}
-            and all(isinstance(text, str) for text in entry.values()))
+    return (
+        isinstance(entry, dict)
+        and set(entry) == {"name", "type"}
+        and all(isinstance(text, str) for text in entry.values())
+    )
 
 
 def matrix_column(matrix: np.ndarray) -> pa.FixedSizeListArray:
@@ -114,33 +118,47 @@ def column_matrix(column: pa.FixedSizeListArray) -> np.ndarray:
     return flat.reshape(len(column), column.type.list_size)
 
 
-def features_table(ids: Sequence[str] | pa.Array, vectors: np.ndarray, labels: np.ndarray | None = None,
-                   extra: Mapping[str, Any] | None = None) -> pa.Table:
+def features_table(
+    ids: Sequence[str] | pa.Array,
+    vectors: np.ndarray,
+    labels: np.ndarray | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> pa.Table:
     """A table of ids (n,), vectors (n, D) float16 or float32 as they are, labels (n,), and other columns."""
     extra = dict(extra or {})
     columns = [string_column(ids), matrix_column(vectors)]
     if labels is not None:
         columns.append(pa.array(_as_labels(labels)))
-    more = {name: _as_column(values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values))
-            for name, values in extra.items()}
-    schema = features_schema(vectors.shape[1], vectors.dtype.name, labels is not None,
-                             [pa.field(name, values.type) for name, values in more.items()])
+    more = {
+        name: _as_column(values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values))
+        for name, values in extra.items()
+    }
+    schema = features_schema(
+        vectors.shape[1],
+        vectors.dtype.name,
+        labels is not None,
+        [pa.field(name, values.type) for name, values in more.items()],
+    )
     return _table([*columns, *more.values()], schema)
 
 
-def neighbors_table(I: np.ndarray, D: np.ndarray) -> pa.Table:  # noqa: E741
+def neighbors_table(I: np.ndarray, D: np.ndarray) -> pa.Table:
     """A table of neighbors I (n, k) and scores D (n, k)."""
-    return _table([matrix_column(np.asarray(I, dtype=np.int32)), matrix_column(np.asarray(D, dtype=np.float32))],
-                  neighbors_schema(I.shape[1]))
+    return _table(
+        [matrix_column(np.asarray(I, dtype=np.int32)), matrix_column(np.asarray(D, dtype=np.float32))],
+        neighbors_schema(I.shape[1]),
+    )
 
 
 def edges_table(neighbors: np.ndarray, weights: np.ndarray) -> pa.Table:
     """A table of neighbors (n, k) and weights (n, 1 + k)."""
-    return _table([matrix_column(np.asarray(neighbors, dtype=np.int32)),
-                   matrix_column(np.asarray(weights, dtype=np.float32))], edges_schema(neighbors.shape[1]))
+    return _table(
+        [matrix_column(np.asarray(neighbors, dtype=np.int32)), matrix_column(np.asarray(weights, dtype=np.float32))],
+        edges_schema(neighbors.shape[1]),
+    )
 
 
-def ranks_table(ids: Sequence[str] | pa.Array | pa.ChunkedArray, I: np.ndarray, D: np.ndarray) -> pa.Table:  # noqa: E741
+def ranks_table(ids: Sequence[str] | pa.Array | pa.ChunkedArray, I: np.ndarray, D: np.ndarray) -> pa.Table:
     """A table of query ids (n,), ranks I (n, k) and scores D (n, k)."""
     lists = neighbors_table(I, D)
     return _table([string_column(ids), *lists.columns], ranks_schema(I.shape[1]))
@@ -148,17 +166,19 @@ def ranks_table(ids: Sequence[str] | pa.Array | pa.ChunkedArray, I: np.ndarray, 
 
 def _as_labels(labels: np.ndarray) -> np.ndarray:
     labels = np.asarray(labels)
-    if labels.dtype.kind not in "iu" or (labels.size and not -2**31 <= labels.min() <= labels.max() < 2**31):
-        raise LattqeError(f"labels are whole numbers of 32 bits, not {labels.dtype} "
-                          f"(first: {labels.reshape(-1)[:1].tolist()})")
+    if labels.dtype.kind not in "iu" or (labels.size and not -(2**31) <= labels.min() <= labels.max() < 2**31):
+        raise LattqeError(
+            f"labels are whole numbers of 32 bits, not {labels.dtype} (first: {labels.reshape(-1)[:1].tolist()})"
+        )
     return labels.reshape(-1).astype(np.int32)
 
 
 def string_column(texts: Sequence[str] | pa.Array | pa.ChunkedArray) -> pa.Array:
     """Texts as one Arrow column; LattqeError where something is no text."""
     try:
-        return _as_column(texts.cast(pa.string()) if isinstance(texts, pa.Array | pa.ChunkedArray)
-                          else pa.array(texts, pa.string()))
+        return _as_column(
+            texts.cast(pa.string()) if isinstance(texts, pa.Array | pa.ChunkedArray) else pa.array(texts, pa.string())
+        )
     except (pa.ArrowException, UnicodeEncodeError, TypeError) as error:
         raise LattqeError(f"ids must be texts: {error}") from error
 

@@ -51,10 +51,20 @@ class FeatureWriter:
     is out of reach: then the same command continues later.
     """
 
-    def __init__(self, uri: str, dim: int, dtype: str = "float16", labels: bool = False,
-                 config: Mapping[str, Any] | None = None, inputs: Mapping[str, Mapping[str, str]] | None = None,
-                 normalise: bool = True, skip_bad: bool = False, part_bytes: int = DEFAULT_PART_BYTES,
-                 extra: Sequence[pa.Field] = (), label_names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        dim: int,
+        dtype: str = "float16",
+        labels: bool = False,
+        config: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, Mapping[str, str]] | None = None,
+        normalise: bool = True,
+        skip_bad: bool = False,
+        part_bytes: int = DEFAULT_PART_BYTES,
+        extra: Sequence[pa.Field] = (),
+        label_names: Sequence[str] | None = None,
+    ) -> None:
         if not 1 <= dim <= MAX_DIM:
             raise LattqeError(f"dimension {dim} cannot be stored: 1 to {MAX_DIM} can")
         if part_bytes < 1:
@@ -80,24 +90,36 @@ class FeatureWriter:
         self.finished = None if there is None else FeatureSet(self.place, there)
         self._there = set(self.place.list())
 
-    def append(self, vectors: np.ndarray, ids: Sequence[str], labels: np.ndarray | None = None,
-               extra: Mapping[str, Any] | None = None) -> None:
+    def append(
+        self,
+        vectors: np.ndarray,
+        ids: Sequence[str],
+        labels: np.ndarray | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
         """Add rows: vectors (n, D) of any numeric dtype, ids (n,), labels (n,) where announced, other columns."""
         if self.finished is not None:
             raise AlreadyExistsError(f"{self.uri} is finished already: choose another destination or delete it")
         vectors = as_matrix(vectors, self.dim)
         if len(ids) != len(vectors) or (labels is not None) != self._labels or set(extra or {}) != self._extra:
             given = ["labels"] * (labels is not None) + sorted(extra or {})
-            raise LattqeError(f"{len(vectors)} vectors came with {len(ids)} ids and the columns {given}; "
-                              f"announced were {self._schema.names[2:]}")
+            raise LattqeError(
+                f"{len(vectors)} vectors came with {len(ids)} ids and the columns {given}; "
+                f"announced were {self._schema.names[2:]}"
+            )
         step = max(1, APPEND_VALUES // self.dim)
         for start in range(0, len(vectors), step):
             rows = slice(start, start + step)
-            self._append(vectors[rows], ids[rows], None if labels is None else labels[rows],
-                         {name: values[rows] for name, values in (extra or {}).items()})
+            self._append(
+                vectors[rows],
+                ids[rows],
+                None if labels is None else labels[rows],
+                {name: values[rows] for name, values in (extra or {}).items()},
+            )
 
-    def _append(self, vectors: np.ndarray, ids: Sequence[str], labels: np.ndarray | None,
-                extra: Mapping[str, Any]) -> None:
+    def _append(
+        self, vectors: np.ndarray, ids: Sequence[str], labels: np.ndarray | None, extra: Mapping[str, Any]
+    ) -> None:
         stored, good = self._prepare(vectors)
         table = features_table(_id_column(ids, self.seen), stored, labels, extra).cast(self._schema)
         if not good.all():
@@ -124,8 +146,10 @@ class FeatureWriter:
         if not self._skip_bad:
             row = int(np.flatnonzero(~good)[0])
             what = "is all zeros" if np.isfinite(vectors[row]).all() else "holds NaN or infinity"
-            raise LattqeError(f"the vector of id {table.column('id')[row].as_py()!r} (row {self.seen + row}) {what}: "
-                              "fix the source, or leave such rows out with --skip-bad")
+            raise LattqeError(
+                f"the vector of id {table.column('id')[row].as_py()!r} (row {self.seen + row}) {what}: "
+                "fix the source, or leave such rows out with --skip-bad"
+            )
         self.skipped += int((~good).sum())
         return table.filter(pa.array(good))
 
@@ -151,8 +175,10 @@ class FeatureWriter:
         new = part.name not in self._there and self._create(part.name, data)
         # What is there is of a killed run or of a twin at work: the same, or refused. Nothing is ever overwritten.
         if not new and checksum(self.place.fetch(part.name)) != part.checksum:
-            raise AlreadyExistsError(f"{self.uri}/{part.name} holds other rows: another writer is at work there, "
-                                     "or one was stopped: choose another destination or delete it")
+            raise AlreadyExistsError(
+                f"{self.uri}/{part.name} holds other rows: another writer is at work there, "
+                "or one was stopped: choose another destination or delete it"
+            )
         self._parts.append(part)
 
     def _create(self, name: str, data: pa.Buffer) -> bool:
@@ -168,8 +194,10 @@ class FeatureWriter:
         if self.finished is not None:
             return self.finished
         if not self.rows:
-            raise LattqeError(f"nothing to store at {self.uri}: no rows came"
-                              + (f", {self.skipped} bad ones were skipped" if self.skipped else ""))
+            raise LattqeError(
+                f"nothing to store at {self.uri}: no rows came"
+                + (f", {self.skipped} bad ones were skipped" if self.skipped else "")
+            )
         if self._held:
             self._flush()
         repeated = self._ids.duplicates(limit=3)
@@ -179,8 +207,9 @@ class FeatureWriter:
         sizes = self.place.sizes()
         if any(sizes.get(part.name) != part.bytes for part in self._parts):
             raise AlreadyExistsError(f"parts of {self.uri} were removed by another writer: run again")
-        manifest = Manifest("features", self.rows, tuple(self._parts), self._plan["fields"], self._plan["config"],
-                            self._plan["inputs"])
+        manifest = Manifest(
+            "features", self.rows, tuple(self._parts), self._plan["fields"], self._plan["config"], self._plan["inputs"]
+        )
         self.finished = FeatureSet(self.place, publish_manifest(self.place, manifest))
         return self.finished
 
@@ -204,8 +233,9 @@ class FeatureWriter:
     def __enter__(self) -> "FeatureWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             try:
                 self.close()
@@ -228,8 +258,9 @@ def _id_column(ids: Sequence[str], first_row: int) -> pa.Array:
     column = string_column(ids)
     wrong = np.flatnonzero(bad_ids(column))
     if len(wrong):
-        raise LattqeError(f"the id of row {first_row + wrong[0]} is empty or holds a line break: "
-                          f"{column[int(wrong[0])].as_py()!r}")
+        raise LattqeError(
+            f"the id of row {first_row + wrong[0]} is empty or holds a line break: {column[int(wrong[0])].as_py()!r}"
+        )
     return column
 
 
@@ -263,16 +294,19 @@ def check_same_vectors(old: FeatureSet, new: FeatureSet) -> None:
     """Refuse sets whose vectors cannot stand in one matrix."""
     for name in ("dim", "dtype"):
         if getattr(old, name) != getattr(new, name):
-            raise LattqeError(f"{new.uri} has {name} {getattr(new, name)}, {old.uri} has {getattr(old, name)}: "
-                              "import the new rows like the old ones")
+            raise LattqeError(
+                f"{new.uri} has {name} {getattr(new, name)}, {old.uri} has {getattr(old, name)}: "
+                "import the new rows like the old ones"
+            )
 
 
 def check_joinable(old: FeatureSet, new: FeatureSet) -> None:
     """Refuse sets whose rows cannot stand in one table."""
     check_same_vectors(old, new)
     if old.manifest.fields["columns"] != new.manifest.fields["columns"]:
-        raise LattqeError(f"{new.uri} has columns {new.columns}, {old.uri} has {old.columns}: "
-                          "import the new rows like the old ones")
+        raise LattqeError(
+            f"{new.uri} has columns {new.columns}, {old.uri} has {old.columns}: import the new rows like the old ones"
+        )
     check_same_naming(old, new)
 
 
@@ -286,21 +320,30 @@ def join_features(old: FeatureSet, kept: np.ndarray, new: FeatureSet | None, to:
     schema = old.table(0, 1).schema
     extra = [column for column in schema if column.name not in ("id", "vector", "label")]
     inputs = {"old": old.as_input()} | ({"new": new.as_input()} if new is not None else {})
-    writer = FeatureWriter(to, old.dim, old.dtype, labels=old.has_labels, inputs=inputs, normalise=False, extra=extra,
-                           label_names=names,
-                           config={"job": "join", "kept": xxhash.xxh3_128_hexdigest(kept.astype("<i8").tobytes())})
+    writer = FeatureWriter(
+        to,
+        old.dim,
+        old.dtype,
+        labels=old.has_labels,
+        inputs=inputs,
+        normalise=False,
+        extra=extra,
+        label_names=names,
+        config={"job": "join", "kept": xxhash.xxh3_128_hexdigest(kept.astype("<i8").tobytes())},
+    )
     if writer.finished is not None:
         return writer.finished
     with writer:
         for source in sets:
             rows = kept if source is old else np.arange(source.rows)
             for start in range(0, len(rows), JOIN_ROWS):
-                _copy(source, rows[start:start + JOIN_ROWS], writer, [column.name for column in extra], names)
+                _copy(source, rows[start : start + JOIN_ROWS], writer, [column.name for column in extra], names)
     return FeatureSet.open(to)
 
 
-def _copy(source: FeatureSet, rows: np.ndarray, writer: FeatureWriter, extra: list[str],
-          names: list[str] | None) -> None:
+def _copy(
+    source: FeatureSet, rows: np.ndarray, writer: FeatureWriter, extra: list[str], names: list[str] | None
+) -> None:
     """Append some rows (ascending) of one set to another."""
     first = int(rows[0])
     table = source.table(first, int(rows[-1]) + 1).take(pa.array(rows - first)).combine_chunks()
@@ -315,8 +358,14 @@ def stack_features(sets: Sequence[FeatureSet], to: str) -> FeatureSet:
     """Write ids and vectors of several sets, one after the other; labels and other columns, which may differ, stay."""
     for other in sets[1:]:
         check_same_vectors(sets[0], other)
-    writer = FeatureWriter(to, sets[0].dim, sets[0].dtype, normalise=False, config={"job": "stack"},
-                           inputs={f"set{number}": each.as_input() for number, each in enumerate(sets)})
+    writer = FeatureWriter(
+        to,
+        sets[0].dim,
+        sets[0].dtype,
+        normalise=False,
+        config={"job": "stack"},
+        inputs={f"set{number}": each.as_input() for number, each in enumerate(sets)},
+    )
     if writer.finished is not None:
         return writer.finished
     with writer:

@@ -28,8 +28,12 @@ def in_augmented_world(network: LAttQE, batch: Batch, k: int) -> tuple[torch.Ten
         raise ValueError("the positives of the batch are not among its candidates")
     world = batch.candidates
     near = _nearest(world, world, torch.arange(len(world), device=world.device), network.depth(k))
-    augmented = torch.cat([_expand(network, world[rows], world, near[rows], k, dba=True)
-                           for rows in torch.arange(len(world), device=world.device).split(BLOCK)])
+    augmented = torch.cat(
+        [
+            _expand(network, world[rows], world, near[rows], k, dba=True)
+            for rows in torch.arange(len(world), device=world.device).split(BLOCK)
+        ]
+    )
     own = (~batch.usable).nonzero()[:, 1]
     with torch.no_grad():
         found = _nearest(world[own], augmented, own, network.depth(k))
@@ -66,8 +70,12 @@ def through_hops(network: LAttQE, batch: Batch) -> tuple[torch.Tensor, torch.Ten
     output, beta = network.weigh(items.detach(), _all(items), WholeList(*(each.detach() for each in whole)))
     expanded = torch.bmm(output.weights[:, None], items)[:, 0] - beta[:, None] * whole.background
     augmented = dataclasses.replace(
-        batch, candidates=hopped, positives=hopped[batch.positive_rows], valid=_all(items),
-        relevant=torch.gather(batch.same, 1, near[:, : batch.k]))
+        batch,
+        candidates=hopped,
+        positives=hopped[batch.positive_rows],
+        valid=_all(items),
+        relevant=torch.gather(batch.same, 1, near[:, : batch.k]),
+    )
     rows_loss = torch.stack(losses).sum() / (count * batch.row_k) if losses else world.new_zeros(())
     return F.normalize(expanded, dim=-1), output.auxiliary, augmented, rows_loss
 
@@ -102,8 +110,9 @@ def _nearest(x: torch.Tensor, world: torch.Tensor, own: torch.Tensor, k: int) ->
     return _ranked(x, world, k, own)[1]
 
 
-def _ranked(x: torch.Tensor, world: torch.Tensor, k: int, own: torch.Tensor | None = None,
-            ) -> tuple[torch.Tensor, torch.Tensor]:
+def _ranked(
+    x: torch.Tensor, world: torch.Tensor, k: int, own: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and rows (n, k) of the k nearest of x (n, D) in the world (m, D), the own row (n,) excepted."""
     scores = x @ world.T
     if own is not None:

@@ -49,7 +49,9 @@ class Batch:
             return self
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
+        }
         return dataclasses.replace(self, **moved)
 
 
@@ -68,6 +70,7 @@ AHEAD = 2
 def prefetched(sampler: Sampler, steps: range, part: slice) -> Iterator[Iterator[Batch]]:
     """An iterator over the batches of `steps`; what it yields depends on (seed, step) alone, not on the thread."""
     with ThreadPoolExecutor(1, thread_name_prefix="sampler") as thread:
+
         def batches() -> Iterator[Batch]:
             waiting: list[Future[Batch]] = [thread.submit(sampler.batch, step, part) for step in steps[:AHEAD]]
             for step in steps:

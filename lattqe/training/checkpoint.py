@@ -57,8 +57,9 @@ class Checkpoints:
             self._seen = None
             return State()
         except (ValueError, TypeError) as error:
-            raise CorruptDataError(f"{self.place.uri}/{STATE} is damaged ({error}): delete {self.place.uri} "
-                                   "and train again") from error
+            raise CorruptDataError(
+                f"{self.place.uri}/{STATE} is damaged ({error}): delete {self.place.uri} and train again"
+            ) from error
 
     def tensors(self, state: State, role: str) -> Tensors:
         """The tensors that the state names for a role ("last" or "best"), checksum checked."""
@@ -67,8 +68,9 @@ class Checkpoints:
             data = self.place.read(entry["name"])
             if xxhash.xxh3_128_hexdigest(data) == entry["checksum"]:
                 return safetensors.torch.load(data)
-        raise CorruptDataError(f"{self.place.uri}/{entry['name']} is not what was written: delete "
-                               f"{self.place.uri} and train again")
+        raise CorruptDataError(
+            f"{self.place.uri}/{entry['name']} is not what was written: delete {self.place.uri} and train again"
+        )
 
     def save(self, state: State, **tensors: Tensors) -> None:
         """Write new tensors for the roles given, then the state that names them, then drop what it replaced."""
@@ -84,8 +86,10 @@ class Checkpoints:
         try:
             self.place.replace(STATE, data, self._seen)
         except ChangedError:
-            raise LattqeError(f"somebody else trains to {self.place.uri} too: let them finish, or stop them and give "
-                              "the same command again") from None
+            raise LattqeError(
+                f"somebody else trains to {self.place.uri} too: let them finish, or stop them and give "
+                "the same command again"
+            ) from None
         self._seen = data
         for name in old - {entry["name"] for entry in state.files.values()}:
             self.place.delete(name)
@@ -93,17 +97,19 @@ class Checkpoints:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> Tensors:
     """Adam's moments and counts by parameter name."""
-    return {f"adam.{key}.{names[parameter]}": value
-            for parameter, values in optimizer.state.items() for key, value in values.items()}
+    return {
+        f"adam.{key}.{names[parameter]}": value
+        for parameter, values in optimizer.state.items()
+        for key, value in values.items()
+    }
 
 
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], tensors: Tensors
-) -> None:
+def restore_optimizer(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], tensors: Tensors) -> None:
     """Put back what `optimizer_tensors` gave."""
     for parameter, name in names.items():
         moments = {key: tensors.get(f"adam.{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
         if all(value is not None for value in moments.values()):
             optimizer.state[parameter] = {
                 key: value if key == "step" else value.to(parameter.device)  # type: ignore[union-attr]
-                for key, value in moments.items()}
+                for key, value in moments.items()
+            }

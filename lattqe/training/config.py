@@ -113,13 +113,16 @@ class TrainingConfig:
             raise LattqeError(f"k_min {self.k_min} is above k_max {self.k_max}")
         largest = max(self.k_max, *self.validate_k, *self.choose_qe, *self.choose_dba)
         if largest > self.network.max_k:
-            raise LattqeError(f"{largest} neighbors, but the network has ranks for {self.network.max_k}: "
-                              "set network.max_k")
+            raise LattqeError(
+                f"{largest} neighbors, but the network has ranks for {self.network.max_k}: set network.max_k"
+            )
         if not any(getattr(self, name) for name in RANKING_LOSSES):
             raise LattqeError(f"no ranking loss: give one of {', '.join(RANKING_LOSSES)} a weight")
         if self.sampler == "densities" and (not self.network.gated or self.temperature_steps):
-            raise LattqeError("sampler densities trains gated networks, which have no temperature: set "
-                              "network.gated=true and temperature_steps=0")
+            raise LattqeError(
+                "sampler densities trains gated networks, which have no temperature: set "
+                "network.gated=true and temperature_steps=0"
+            )
         if self.network.gated and self.sampler == "tuples":
             raise LattqeError("a gated network learns from worlds: set sampler=densities or worlds")
         if self.temperature_on == "worlds" and self.sampler != "worlds":
@@ -129,17 +132,50 @@ class TrainingConfig:
 
     def _check_numbers(self) -> None:
         """Refuse numbers outside their range, by name."""
-        for name in ("batch", "slots", "k_min", "positives", "pool", "pool_steps", "world_rows", "negatives",
-                     "epoch_steps", "validate_every", "checkpoint_every", "temperature_k", "temperature_rows",
-                     "accumulate", "hop_rows", "hop_k", "hops", "validate_queries"):
+        for name in (
+            "batch",
+            "slots",
+            "k_min",
+            "positives",
+            "pool",
+            "pool_steps",
+            "world_rows",
+            "negatives",
+            "epoch_steps",
+            "validate_every",
+            "checkpoint_every",
+            "temperature_k",
+            "temperature_rows",
+            "accumulate",
+            "hop_rows",
+            "hop_k",
+            "hops",
+            "validate_queries",
+        ):
             if getattr(self, name) < 1:
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a whole number from 1")
-        for name in ("seed", "steps", "warmup", "temperature_steps", "clip", "weight_decay", "margin", "hop_every",
-                     "smooth_ap_spread", *LOSSES):
+        for name in (
+            "seed",
+            "steps",
+            "warmup",
+            "temperature_steps",
+            "clip",
+            "weight_decay",
+            "margin",
+            "hop_every",
+            "smooth_ap_spread",
+            *LOSSES,
+        ):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a number from 0")
-        for name in ("learning_rate", "relation_rate", "temperature_rate", "decay", "listwise_temperature",
-                     "smooth_ap_temperature"):
+        for name in (
+            "learning_rate",
+            "relation_rate",
+            "temperature_rate",
+            "decay",
+            "listwise_temperature",
+            "smooth_ap_temperature",
+        ):
             if not 0 < getattr(self, name) < float("inf"):
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a number above 0")
         for name in ("drop_max", "ema", "synthetic"):
@@ -160,8 +196,10 @@ class TrainingConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return {**{f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)},
-                "network": self.network.to_dict()}
+        return {
+            **{f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)},
+            "network": self.network.to_dict(),
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainingConfig":
@@ -171,7 +209,8 @@ class TrainingConfig:
         if unknown := sorted(set(values) - known):
             raise LattqeError(f"unknown training setting {', '.join(unknown)}: made by a newer version of lattqe?")
         plain: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
         plain["network"] = network
         return cls(**plain)
 
@@ -214,5 +253,6 @@ def _parse(text: str, kind: Any, setting: str) -> Any:
             return tuple(int(part) for part in text.split(","))
         return kind(text)
     except (KeyError, ValueError) as error:
-        raise LattqeError(f"--set {setting!r}: {text!r} is not a {getattr(kind, '__name__', 'list of numbers')}") \
-            from error
+        raise LattqeError(
+            f"--set {setting!r}: {text!r} is not a {getattr(kind, '__name__', 'list of numbers')}"
+        ) from error

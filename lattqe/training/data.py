@@ -69,16 +69,22 @@ def join(
     A label below 0 means 'belongs to nothing': such a row is a class by itself, a neighbor and a negative for others.
     """
     bounds = np.concatenate(([0], np.cumsum([len(block) for block in vectors]))).astype(np.int64)
-    keys = [label.astype(np.int64) if shared_labels else label.astype(np.int64) + (number << 32)
-            for number, label in enumerate(labels)]
+    keys = [
+        label.astype(np.int64) if shared_labels else label.astype(np.int64) + (number << 32)
+        for number, label in enumerate(labels)
+    ]
     joined_labels = np.concatenate([np.where(label < 0, -1, key) for label, key in zip(labels, keys)])
     joined_labels = np.where(joined_labels < 0, -1 - np.arange(len(joined_labels)), joined_labels)
     compact = np.unique(joined_labels, return_inverse=True)[1].astype(np.int64)
     graph = None
     if neighbors is not None:
         width = min(block.shape[1] for block in neighbors)
-        graph = np.concatenate([np.where(block[:, :width] < 0, -1, block[:, :width].astype(np.int64) + start)
-                                for block, start in zip(neighbors, bounds)])
+        graph = np.concatenate(
+            [
+                np.where(block[:, :width] < 0, -1, block[:, :width].astype(np.int64) + start)
+                for block, start in zip(neighbors, bounds)
+            ]
+        )
     joined = vectors[0] if len(vectors) == 1 else np.concatenate(vectors)
     joined_pairs = None
     if pairs is not None and any(map(len, pairs)):
@@ -91,17 +97,16 @@ def join(
 
 
 def load(
-    features: list[str],
-    graphs: list[str],
-    k: int | None,
-    shared_labels: bool = False,
-    cache: str | None = None,
+    features: list[str], graphs: list[str], k: int | None, shared_labels: bool = False, cache: str | None = None
 ) -> TrainingData:
     """Read labelled sets; `k` neighbors for each row come from `graphs` (one for each set) or are computed."""
     sets = [FeatureSet.open(uri, cache=cache) for uri in features]
     check_sets(sets)
-    neighbors = None if k is None else [_neighbors(one, graphs[number] if graphs else None, k)
-                                        for number, one in enumerate(sets)]
+    neighbors = (
+        None
+        if k is None
+        else [_neighbors(one, graphs[number] if graphs else None, k) for number, one in enumerate(sets)]
+    )
     labels = comparable_labels(*sets) if shared_labels else [one.labels() for one in sets]
     return join([one.read() for one in sets], labels, neighbors, shared_labels, [published_pairs(one) for one in sets])
 
@@ -125,8 +130,9 @@ def check_sets(sets: list[FeatureSet]) -> None:
         if not one.has_labels:
             raise LattqeError(f"{one.uri} has no labels: import it with a label for each image")
         if one.dim != sets[0].dim:
-            raise LattqeError(f"{one.uri} has {one.dim} columns and {sets[0].uri} has {sets[0].dim}: "
-                              "train on vectors of one network")
+            raise LattqeError(
+                f"{one.uri} has {one.dim} columns and {sets[0].uri} has {sets[0].dim}: train on vectors of one network"
+            )
 
 
 def _neighbors(features: FeatureSet, graph: str | None, k: int) -> NDArray[np.integer]:
@@ -135,17 +141,22 @@ def _neighbors(features: FeatureSet, graph: str | None, k: int) -> NDArray[np.in
         from lattqe.search import knn_graph
 
         if features.rows > LARGEST_GRAPH:
-            raise LattqeError(f"{features.uri} has {features.rows} rows: make its graph once with "
-                              f"`lattqe neighbors {features.uri} -k {k} --to GRAPH` and give --neighbors GRAPH")
+            raise LattqeError(
+                f"{features.uri} has {features.rows} rows: make its graph once with "
+                f"`lattqe neighbors {features.uri} -k {k} --to GRAPH` and give --neighbors GRAPH"
+            )
         return knn_graph(features.read(), min(k, features.rows - 1))[0]
     stored = NeighborGraph.open(graph)
     if stored.rows != features.rows:
-        raise LattqeError(f"{graph} has {stored.rows} rows and {features.uri} has {features.rows}: "
-                          "give the graph of these features")
+        raise LattqeError(
+            f"{graph} has {stored.rows} rows and {features.uri} has {features.rows}: give the graph of these features"
+        )
     made_from = stored.manifest.inputs.get("features", {}).get("digest", features.digest)
     if made_from != features.digest:
-        raise LattqeError(f"{graph} was made from other features than {Path(features.uri).name} holds now: "
-                          f"make it again with `lattqe neighbors {features.uri} -k {k} --to GRAPH`")
+        raise LattqeError(
+            f"{graph} was made from other features than {Path(features.uri).name} holds now: "
+            f"make it again with `lattqe neighbors {features.uri} -k {k} --to GRAPH`"
+        )
     if stored.k < k:
         raise LattqeError(f"{graph} has {stored.k} neighbors for each row, training wants {k}: make it with -k {k}")
     return stored.read(0, stored.rows)[0][:, :k]

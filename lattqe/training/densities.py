@@ -59,8 +59,10 @@ class DensitySampler:
     @cached_property
     def spreads(self) -> list[NDArray[np.floating]]:
         """Standard deviation (D,) of each column of each set."""
-        return [self.data.vectors[start:stop].astype(np.float32).std(axis=0)
-                for start, stop in zip(self.data.bounds, self.data.bounds[1:])]
+        return [
+            self.data.vectors[start:stop].astype(np.float32).std(axis=0)
+            for start, stop in zip(self.data.bounds, self.data.bounds[1:])
+        ]
 
     @cached_property
     def synthetic(self) -> list[Pool]:
@@ -71,8 +73,9 @@ class DensitySampler:
         for number, width in enumerate(SYNTHETIC_WIDTHS):
             split = SyntheticWorld(seed=1 + number, dim=width).split("train")
             vectors = split.vectors()
-            pools.append(Pool(vectors, split.labels().astype(np.int64), np.zeros(len(vectors), np.int64),
-                              vectors.std(axis=0)))
+            pools.append(
+                Pool(vectors, split.labels().astype(np.int64), np.zeros(len(vectors), np.int64), vectors.std(axis=0))
+            )
         return pools
 
     def pool(self, rng: np.random.Generator) -> Pool:
@@ -85,16 +88,20 @@ class DensitySampler:
         width = int(rng.choice(self.widths))
         ranges = [np.arange(self.data.bounds[s], self.data.bounds[s + 1]) for s in chosen]
         rows = np.concatenate(ranges)
-        return Pool(self.data.vectors[rows, :width], self.data.labels[rows],
-                    np.repeat(np.arange(several), [len(r) for r in ranges]),
-                    np.mean([self.spreads[s][:width] for s in chosen], axis=0))
+        return Pool(
+            self.data.vectors[rows, :width],
+            self.data.labels[rows],
+            np.repeat(np.arange(several), [len(r) for r in ranges]),
+            np.mean([self.spreads[s][:width] for s in chosen], axis=0),
+        )
 
     def world(self, rng: np.random.Generator, most: int) -> World:
         """Some rows of a pool, at most `most` of them."""
         pool = self.pool(rng)
         order = rng.permutation(len(pool.labels))
         _, first, inverse, sizes = np.unique(
-            pool.labels[order], return_index=True, return_inverse=True, return_counts=True)
+            pool.labels[order], return_index=True, return_inverse=True, return_counts=True
+        )
         limit, asked = _limits(rng, sizes, pool.sets[order][first])
         by_class = np.argsort(inverse, kind="stable")
         place = np.empty(len(order), dtype=np.int64)  # of a row among the rows of its class, in random order
@@ -156,17 +163,25 @@ class DensitySampler:
         own, positive = world.labels[queries[part], None], number[positive[part]]
         same = torch.from_numpy(labels == own)
         return Batch(
-            items=asked[:, None], valid=torch.ones(len(asked), 1, dtype=torch.bool),
-            relevant=torch.zeros(len(asked), 0, dtype=torch.bool), positives=vectors[positive], candidates=vectors,
-            same=same, usable=torch.ones_like(same), queries=config.batch,
-            k=min(draw_k(config, rng), len(vectors) - 1), positive_rows=torch.from_numpy(positive),
-            labels=torch.from_numpy(labels), hops=int(rng.integers(config.hops - 1, config.hops + 2)),
+            items=asked[:, None],
+            valid=torch.ones(len(asked), 1, dtype=torch.bool),
+            relevant=torch.zeros(len(asked), 0, dtype=torch.bool),
+            positives=vectors[positive],
+            candidates=vectors,
+            same=same,
+            usable=torch.ones_like(same),
+            queries=config.batch,
+            k=min(draw_k(config, rng), len(vectors) - 1),
+            positive_rows=torch.from_numpy(positive),
+            labels=torch.from_numpy(labels),
+            hops=int(rng.integers(config.hops - 1, config.hops + 2)),
             row_k=min(int(rng.integers(config.hop_k // 2, config.hop_k + 1)), len(vectors) - 1),
         )
 
 
-def _limits(rng: np.random.Generator, sizes: NDArray[np.int64], sets: NDArray[np.int64],
-            ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _limits(
+    rng: np.random.Generator, sizes: NDArray[np.int64], sets: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """How many images of each class (classes,) the world has, and which classes (classes,) are asked for."""
     count = len(sizes)
     present = rng.random(count) < rng.uniform(0.3, 1)
@@ -188,8 +203,14 @@ def _limits(rng: np.random.Generator, sizes: NDArray[np.int64], sets: NDArray[np
     return np.where(present, limit, 0), asked
 
 
-def _shrunk(rng: np.random.Generator, kept: NDArray[np.int64], inverse: NDArray[np.int64], sizes: NDArray[np.int64],
-            limit: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+def _shrunk(
+    rng: np.random.Generator,
+    kept: NDArray[np.int64],
+    inverse: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    limit: NDArray[np.int64],
+    most: int,
+) -> NDArray[np.int64]:
     """Rows (m,) reduced to a random number: classes go, or rows of classes that are not cut, so that cuts stay."""
     target = int(np.exp(rng.uniform(np.log(min(FEWEST_ROWS, most)), np.log(most))))
     if len(kept) > target and rng.random() < 0.6:
@@ -245,8 +266,9 @@ def _one_of_each(labels: NDArray[np.int64], queries: NDArray[np.int64]) -> NDArr
     return queries[np.unique(labels[queries], return_index=True)[1]]
 
 
-def _outside_of_class(labels: NDArray[np.int64], outside: NDArray[np.bool_], queries: NDArray[np.int64],
-                      ) -> NDArray[np.int64]:
+def _outside_of_class(
+    labels: NDArray[np.int64], outside: NDArray[np.bool_], queries: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """For each query (b,), the row of its class that was taken out."""
     taken = np.full(labels.max() + 1, -1)
     taken[labels[outside]] = np.flatnonzero(outside)

@@ -26,7 +26,10 @@ from lattqe.training.stage import NotFiniteError, Stage
 from lattqe.training.team import Team
 
 SAMPLERS: dict[str, Callable[[TrainingData, TrainingConfig], Sampler]] = {
-    "tuples": TupleSampler, "worlds": WorldSampler, "densities": DensitySampler}
+    "tuples": TupleSampler,
+    "worlds": WorldSampler,
+    "densities": DensitySampler,
+}
 EVENTS, CURVE = "tensorboard/events.out.tfevents.lattqe", "learning_curve.svg"
 
 
@@ -72,8 +75,9 @@ class Training:
         self.sets = [validation.load_set(*pair, cache=plan.cache) for pair in plan.validation]
         if self.config.validate_densities:
             widths = tuple(min(width, self.training.dim) for width in self.config.validate_widths)
-            self.sets = validation.density_sets(self.sets, self.config.validate_densities,
-                                                widths or (self.training.dim,), self.config.validate_queries)
+            self.sets = validation.density_sets(
+                self.sets, self.config.validate_densities, widths or (self.training.dim,), self.config.validate_queries
+            )
         self.total = self.config.steps + self.config.temperature_steps
         self.started = time.monotonic() - self.state.seconds
 
@@ -120,13 +124,18 @@ class Training:
                 except NotFiniteError as error:
                     raise NotFiniteError(
                         f"{error}: stopped; the last good checkpoint (step {state.step}) is kept in "
-                        f"{self.place.uri}/_work; lower learning_rate and use a new destination") from None
+                        f"{self.place.uri}/_work; lower learning_rate and use a new destination"
+                    ) from None
                 sums, since = sums + values.cpu(), since + 1
                 stopping = self._tell(step + 1, f"{state.stage} · loss {values[0].item():.4f}") and step + 1 < stop
                 stopping = stopping and (step + 1) % self.config.accumulate == 0  # half an update cannot be saved
                 if stopping or self._due(step + 1, stop):
-                    self._record(stage, step + 1, dict(zip(stage.loss_names(), (sums / since).tolist())),
-                                 following if step + 1 == stop else state.stage)
+                    self._record(
+                        stage,
+                        step + 1,
+                        dict(zip(stage.loss_names(), (sums / since).tolist())),
+                        following if step + 1 == stop else state.stage,
+                    )
                     sums, since = torch.zeros_like(sums), 0
                 if stopping:
                     raise StoppedError(f"stopped after update {step + 1:,}; the same command continues there")
@@ -141,8 +150,13 @@ class Training:
         """Validate if it is time, and save where we stand."""
         state = self.state
         last = step == (self.total if stage.dba else self.config.steps)
-        entry: dict[str, Any] = {"step": step, "stage": state.stage, "time": time.time(), **losses,
-                                 **_learned(stage.network)}
+        entry: dict[str, Any] = {
+            "step": step,
+            "stage": state.stage,
+            "time": time.time(),
+            **losses,
+            **_learned(stage.network),
+        }
         roles = {}
         if not stage.dba and (last or step % self.config.validate_every == 0):
             entry["map"] = validation.validate(stage.kept, self.sets, self.config.validate_k, self.team)
@@ -169,8 +183,10 @@ class Training:
         smallest = min(len(one.xb) for one in self.sets) - 1
         qe, dba = (tuple(k for k in ks if k <= smallest) for ks in (self.config.choose_qe, self.config.choose_dba))
         if not qe or not dba:
-            raise LattqeError(f"the smallest validation database has {smallest + 1} rows: set choose_qe and choose_dba "
-                              "to smaller numbers of neighbors")
+            raise LattqeError(
+                f"the smallest validation database has {smallest + 1} rows: set choose_qe and choose_dba "
+                "to smaller numbers of neighbors"
+            )
         self._tell(self.total, f"choosing nQE among {len(qe)}")
         alone = validation.validate(network, self.sets, qe, self.team)
         hops = self.config.choose_hops
@@ -180,15 +196,20 @@ class Training:
         narrowest = self.sets[: len(self.sets) // widths]
         with_dba = validation.validate_dba(network, narrowest, dba, qe, self.team, hops)
         n_qe = max(alone, key=lambda k: alone[k]["mean"])
-        _, n_dba, n_hops, n_qe_dba = max((with_dba[validation.setting_name(m, h)][str(k)], m, h, k)
-                                         for m in dba for h in hops for k in qe)
+        _, n_dba, n_hops, n_qe_dba = max(
+            (with_dba[validation.setting_name(m, h)][str(k)], m, h, k) for m in dba for h in hops for k in qe
+        )
         chosen = {"nqe": int(n_qe), "ndba": int(n_dba), "nqe_with_dba": int(n_qe_dba)}
         if hops != (1,):
             chosen["hops"] = n_hops
         return {
-            **chosen, "chosen": chosen,
-            "validation": {"none": {one.name: one.mean_ap(one.xq, one.index) for one in self.sets},
-                           "qe": alone, "dba": with_dba},
+            **chosen,
+            "chosen": chosen,
+            "validation": {
+                "none": {one.name: one.mean_ap(one.xq, one.index) for one in self.sets},
+                "qe": alone,
+                "dba": with_dba,
+            },
         }
 
     def _publish(self, network: LAttQE, chosen: dict[str, Any]) -> None:
@@ -196,10 +217,16 @@ class Training:
         if not self.team.leads:
             return
         state = self.state
-        metrics = {**chosen, "best": state.best, **_learned(network),
-                   "seconds": time.monotonic() - self.started, "images": self.training.rows,
-                   "classes": len(self.training.class_sizes),
-                   "classes_of_one_image": self.training.skipped, "history": state.history}
+        metrics = {
+            **chosen,
+            "best": state.best,
+            **_learned(network),
+            "seconds": time.monotonic() - self.started,
+            "images": self.training.rows,
+            "classes": len(self.training.class_sizes),
+            "classes_of_one_image": self.training.skipped,
+            "history": state.history,
+        }
         self.place.write(CURVE, learning_curve(state.history))
         network.save(self.plan.destination, metrics, training=self.plan.training, inputs=self.plan.inputs)
 

@@ -17,11 +17,12 @@ def contrastive(expanded: torch.Tensor, batch: Batch, config: TrainingConfig) ->
     expanded (b, D); averaged over the positives (b, p, D); negatives are the candidates of other classes that the
     current expanded query finds nearest. Returns (b,).
     """
-    negative = (~batch.same & batch.usable)
+    negative = ~batch.same & batch.usable
     with torch.no_grad():
         scores = (expanded @ batch.candidates.T).masked_fill(~negative, -torch.inf)
-        best, rows = hardest(scores, min(config.negatives, scores.shape[1]),
-                             batch.classes if config.distinct_negatives else None)
+        best, rows = hardest(
+            scores, min(config.negatives, scores.shape[1]), batch.classes if config.distinct_negatives else None
+        )
     pulled = (expanded[:, None] - batch.positives).square().sum(-1).mean(1)
     # The clamp keeps the gradient of the root finite where a negative coincides with the query.
     distance = (expanded[:, None] - batch.candidates[rows]).square().sum(-1).clamp(min=1e-12).sqrt()
@@ -96,8 +97,11 @@ def total_loss(
     expanded: torch.Tensor, logits: torch.Tensor | None, batch: Batch, config: TrainingConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """One worker's share of the loss (a sum over its queries divided by the global batch) and of each part of it."""
-    parts = {name: loss(expanded, batch, config).sum() / batch.queries
-             for name, loss in RANKING.items() if getattr(config, name)}
+    parts = {
+        name: loss(expanded, batch, config).sum() / batch.queries
+        for name, loss in RANKING.items()
+        if getattr(config, name)
+    }
     if config.auxiliary and logits is not None:
         parts["auxiliary"] = auxiliary(logits, batch).sum() / batch.queries
     total = torch.stack([getattr(config, name) * value for name, value in parts.items()]).sum()

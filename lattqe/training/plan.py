@@ -52,8 +52,10 @@ class Plan:
 
     def claim(self) -> Manifest | None:
         """Claim the destination for this training, join an unfinished equal one, or get the finished model."""
-        shapes = {name: {"shape": list(tensor.shape), "dtype": "float32"}
-                  for name, tensor in sorted(LAttQE(self.config.network).state_dict().items())}
+        shapes = {
+            name: {"shape": list(tensor.shape), "dtype": "float32"}
+            for name, tensor in sorted(LAttQE(self.config.network).state_dict().items())
+        }
         config = {"version": VERSION, "network": self.config.network.to_dict(), "training": self.training}
         return claim(open_place(self.destination), make_plan("model", {"tensors": shapes}, config, self.inputs, None))
 
@@ -83,9 +85,15 @@ def make(
     inputs |= {f"neighbors-{number}": _input(NeighborGraph.open(uri)) for number, uri in enumerate(graphs)}
     for number, pair in enumerate(held_out):
         inputs |= {f"validation-{number}-{role}": _input(one) for role, one in zip(("database", "queries"), pair)}
-    return Plan(open_place(destination).uri, config, [one.uri for one in sets],
-                [(pair[0].uri, pair[1].uri if len(pair) > 1 else None) for pair in held_out],
-                [open_place(uri).uri for uri in graphs], node_folder(cache), inputs)
+    return Plan(
+        open_place(destination).uri,
+        config,
+        [one.uri for one in sets],
+        [(pair[0].uri, pair[1].uri if len(pair) > 1 else None) for pair in held_out],
+        [open_place(uri).uri for uri in graphs],
+        node_folder(cache),
+        inputs,
+    )
 
 
 def check_apart(trained: FeatureSet, held_out: FeatureSet, shared_labels: bool) -> None:
@@ -96,18 +104,23 @@ def check_apart(trained: FeatureSet, held_out: FeatureSet, shared_labels: bool) 
     """
     images = set(trained.ids()) & set(held_out.ids())
     if images:
-        raise LattqeError(f"{len(images)} images of {held_out.uri} are also in {trained.uri} (id {min(images)!r}): "
-                          "validate on images that training does not see")
+        raise LattqeError(
+            f"{len(images)} images of {held_out.uri} are also in {trained.uri} (id {min(images)!r}): "
+            "validate on images that training does not see"
+        )
     named = trained.label_names is not None and held_out.label_names is not None
     sources = [one.manifest.inputs.get("labels", {}).get("digest") for one in (trained, held_out)]
     if not named and not shared_labels and (sources[0] is None or sources[0] != sources[1]):
         return
-    classes = set.intersection(*({label for label in set(labels.tolist()) if label >= 0}
-                                 for labels in comparable_labels(trained, held_out)))
+    classes = set.intersection(
+        *({label for label in set(labels.tolist()) if label >= 0} for labels in comparable_labels(trained, held_out))
+    )
     if classes:
         one = min(classes) if trained.label_names is None else trained.label_names[min(classes)]
-        raise LattqeError(f"{len(classes)} classes of {held_out.uri} are also in {trained.uri} "
-                          f"({one!r} for one): validate on classes that training does not see")
+        raise LattqeError(
+            f"{len(classes)} classes of {held_out.uri} are also in {trained.uri} "
+            f"({one!r} for one): validate on classes that training does not see"
+        )
 
 
 def _input(thing: FeatureSet | NeighborGraph) -> dict[str, str]:

@@ -74,8 +74,9 @@ class Positives:
         drawn = np.empty(draws.shape, dtype=np.int64)
         drawn[~paired] = self.members.others(rows[~paired], draws[~paired])
         mine = rows[paired]
-        drawn[paired] = self.positive[self.first[mine][:, None]
-                                      + (draws[paired] * self.count[mine][:, None]).astype(np.int64)]
+        drawn[paired] = self.positive[
+            self.first[mine][:, None] + (draws[paired] * self.count[mine][:, None]).astype(np.int64)
+        ]
         return drawn
 
 

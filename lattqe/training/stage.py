@@ -65,7 +65,8 @@ class Stage:
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(_trained(name, self.config, dba))
         self.names: dict[torch.Tensor, str] = {
-            parameter: name for name, parameter in network.named_parameters() if parameter.requires_grad}
+            parameter: name for name, parameter in network.named_parameters() if parameter.requires_grad
+        }
         self.optimizer = _optimizer(self.names, self.config)
         self.rate = partial(temperature_rate if dba else learning_rate, config)
         # One number is not worth a wrapper, and which parameters a gated network uses depends on the batch.
@@ -165,5 +166,6 @@ def _optimizer(names: dict[torch.Tensor, str], config: TrainingConfig) -> torch.
     groups: list[dict[str, Any]] = [
         {"params": [parameter for parameter in others if parameter.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [parameter for parameter in others if parameter.ndim <= 1], "weight_decay": 0.0},
-        {"params": factors, "weight_decay": 0.0, "times": config.relation_rate}]
+        {"params": factors, "weight_decay": 0.0, "times": config.relation_rate},
+    ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate)

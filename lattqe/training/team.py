@@ -56,7 +56,9 @@ class Team:
     def slots(self, slots: int) -> range:
         """Return this worker's slots of the global batch."""
         if slots % self.size:
-            raise LattqeError(f"{self.size} workers cannot share {slots} slots evenly: "
-                              f"use a divisor, or --set slots={self.size * max(1, slots // self.size)}")
+            raise LattqeError(
+                f"{self.size} workers cannot share {slots} slots evenly: "
+                f"use a divisor, or --set slots={self.size * max(1, slots // self.size)}"
+            )
         each = slots // self.size
         return range(self.rank * each, (self.rank + 1) * each)

@@ -83,16 +83,25 @@ def load_set(database: str, queries: str | None, cache: str | None = None) -> Va
     rows = np.array([place.get(identity, -1) for identity in asked.ids()], dtype=np.int64)
     inside = int((rows >= 0).sum())
     if 0 < inside < len(rows):
-        raise LattqeError(f"{inside} of the {len(rows)} queries of {asked.uri} are also in {stored.uri}: "
-                          "give queries that are all in the database or all outside it")
+        raise LattqeError(
+            f"{inside} of the {len(rows)} queries of {asked.uri} are also in {stored.uri}: "
+            "give queries that are all in the database or all outside it"
+        )
     name = stored.uri.rstrip("/").rsplit("/", 1)[-1]
     labels, query_labels = comparable_labels(stored, asked)
-    return ValidationSet(name, stored.read().astype(np.float32), labels, asked.read().astype(np.float32), query_labels,
-                         rows if inside else None)
+    return ValidationSet(
+        name,
+        stored.read().astype(np.float32),
+        labels,
+        asked.read().astype(np.float32),
+        query_labels,
+        rows if inside else None,
+    )
 
 
-def density_sets(sets: list[ValidationSet], densities: tuple[int, ...], widths: tuple[int, ...], queries: int,
-                 ) -> list[ValidationSet]:
+def density_sets(
+    sets: list[ValidationSet], densities: tuple[int, ...], widths: tuple[int, ...], queries: int
+) -> list[ValidationSet]:
     """The sets at each width, whole, and with the others as distractors: whole again and cut to each density.
 
     At most so many queries of each set, chosen once. A set whose queries are rows of its database stays whole: cutting
@@ -109,18 +118,25 @@ def density_sets(sets: list[ValidationSet], densities: tuple[int, ...], widths: 
             for m in (*densities, None):
                 kept = np.ones(len(one.labels), dtype=bool) if m is None else keep_of_each(one.labels, m)
                 distractors = np.full(sum(map(len, others)), -1)
-                result.append(ValidationSet(
-                    f"{one.name}, {width} columns, {m or 'all'} relevant among others",
-                    np.concatenate([one.xb[kept], *others]), np.concatenate([one.labels[kept], distractors]),
-                    one.xq, one.query_labels))
+                result.append(
+                    ValidationSet(
+                        f"{one.name}, {width} columns, {m or 'all'} relevant among others",
+                        np.concatenate([one.xb[kept], *others]),
+                        np.concatenate([one.labels[kept], distractors]),
+                        one.xq,
+                        one.query_labels,
+                    )
+                )
     return result
 
 
 def _narrowed(one: ValidationSet, width: int, queries: int) -> ValidationSet:
     """A set at its first columns, with some of its queries."""
     some = np.sort(np.random.default_rng(0).permutation(len(one.xq))[:queries])
-    xb, xq = (x[:, :width] / np.maximum(np.linalg.norm(x[:, :width], axis=1, keepdims=True), 1e-12)
-              for x in (one.xb, one.xq[some]))
+    xb, xq = (
+        x[:, :width] / np.maximum(np.linalg.norm(x[:, :width], axis=1, keepdims=True), 1e-12)
+        for x in (one.xb, one.xq[some])
+    )
     rows = None if one.query_rows is None else one.query_rows[some]
     return dataclasses.replace(one, xb=xb, xq=xq, query_labels=one.query_labels[some], query_rows=rows)
 
@@ -140,8 +156,9 @@ def augment(method: AttentionExpansion, index: FlatIndex, graph: Found, k: int, 
     mine = team.share(index.rows, BLOCK)
     rows = np.arange(index.rows)[mine]
     done = augment_rows(index, rows, graph[0][mine], graph[1][mine], method, k)
-    vectors, weights = (_together((index.rows, part.shape[1]), mine, part, team)
-                        for part in (done.vectors, done.weights))
+    vectors, weights = (
+        _together((index.rows, part.shape[1]), mine, part, team) for part in (done.vectors, done.weights)
+    )
     return Expanded(vectors, weights, _numbers(index.rows, mine, done.rows, team))
 
 
@@ -173,8 +190,14 @@ def validate(
     return {k: {"mean": float(np.mean(list(found.values()))), **found} for k, found in result.items()}
 
 
-def validate_dba(network: LAttQE, sets: list[ValidationSet], n_dba: tuple[int, ...], n_qe: tuple[int, ...], team: Team,
-                 hops: tuple[int, ...] = (1,)) -> dict[str, dict[str, float]]:
+def validate_dba(
+    network: LAttQE,
+    sets: list[ValidationSet],
+    n_dba: tuple[int, ...],
+    n_qe: tuple[int, ...],
+    team: Team,
+    hops: tuple[int, ...] = (1,),
+) -> dict[str, dict[str, float]]:
     """Mean mAP over the sets with augmented databases, queries expanded from them: {"nDBA": {"nQE": mAP}}.
 
     nQE 0 searches the augmented database with the query as it is. Of more than one hop: {"nDBA × hops": …}.

@@ -52,7 +52,7 @@ def test_growth_costs_its_share_and_equals_from_scratch(world, tmp_path, new, re
     folder, x, index = world
     recipe = Recipe.of(index)
     kept = kept_rows(recipe.features, [f"r{i}" for i in range(0, 1000 * removed, 1000)])
-    arrivals = write(tmp_path / "arrivals", x[ROWS:ROWS + new], ROWS) if new else None
+    arrivals = write(tmp_path / "arrivals", x[ROWS : ROWS + new], ROWS) if new else None
     joined = join_features(recipe.features, kept, arrivals, str(tmp_path / "grown" / "originals"))
     task, graph, cost = plan_growth(index, recipe, joined, kept, str(tmp_path / "grown"))
     pending = begin_index(task)
@@ -60,7 +60,7 @@ def test_growth_costs_its_share_and_equals_from_scratch(world, tmp_path, new, re
     pending.finish()
 
     scratch_count = Clock()
-    I, D = knn_graph(joined.read(), K, clock=scratch_count)  # noqa: E741
+    I, D = knn_graph(joined.read(), K, clock=scratch_count)
     np.testing.assert_array_equal(graph.read()[0], I)
     np.testing.assert_array_equal(graph.read()[1], D)
     assert network_rows == cost.touched
@@ -70,7 +70,7 @@ def test_growth_costs_its_share_and_equals_from_scratch(world, tmp_path, new, re
     assert scratch_count.counts["products"] >= cost.products_from_scratch
 
     # Every tenth row, and all that joined: whether touched or taken over.
-    rows = np.r_[0:joined.rows:10, len(kept):joined.rows]
+    rows = np.r_[0 : joined.rows : 10, len(kept) : joined.rows]
     method = create("lattqe", model=str(folder / "model"), dba=True)
     expected = augment_rows(StoredIndex([joined]), rows, D[rows], I[rows], method, K).vectors
     np.testing.assert_allclose(FeatureSet.open(str(tmp_path / "grown")).gather(rows), expected, atol=1e-6)

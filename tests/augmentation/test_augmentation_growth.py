@@ -23,24 +23,29 @@ def write_features(uri, x, first=0, labels=True):
 
 
 def write_graph(uri, features, k=K):
-    I, D = knn_graph(features.read(), k)  # noqa: E741
-    pending = Pending.begin(str(uri), "neighbors", {"k": k}, [features.rows],
-                            inputs={"features": features.as_input()})
+    I, D = knn_graph(features.read(), k)
+    pending = Pending.begin(str(uri), "neighbors", {"k": k}, [features.rows], inputs={"features": features.as_input()})
     pending.publish(0, neighbors_table(I, D))
     pending.finish()
     return NeighborGraph.open(str(uri))
 
 
 def write_index(uri, features, graph, method="alphaqe", spoil=None, **params):
-    I, D = graph.read()  # noqa: E741
+    I, D = graph.read()
     index = FlatIndex(features.read())
     vectors = augment_rows(index, np.arange(features.rows), D, I, create(method, **params), K).vectors
     vectors = vectors.astype(features.dtype)
     if spoil is not None:
         vectors[spoil] = vectors[spoil - 1]
-    pending = Pending.begin(str(uri), "features", {"dim": DIM, "dtype": features.dtype}, [features.rows],
-                            config=describe(method, K, params), schema=features.table(0, 1).schema,
-                            inputs={"features": features.as_input(), "neighbors": graph.as_input()})
+    pending = Pending.begin(
+        str(uri),
+        "features",
+        {"dim": DIM, "dtype": features.dtype},
+        [features.rows],
+        config=describe(method, K, params),
+        schema=features.table(0, 1).schema,
+        inputs={"features": features.as_input(), "neighbors": graph.as_input()},
+    )
     pending.publish(0, features_table(features.ids(), vectors, features.labels()))
     pending.finish()
     return FeatureSet.open(str(uri))
@@ -59,8 +64,8 @@ def test_grown_index_equals_from_scratch(tmp_path):
     assert joined.ids() == [i for i in old.ids() if i not in ("id-3", "id-77")] + new.ids()
     np.testing.assert_array_equal(joined.read(), np.concatenate([old.read()[kept], new.read()]))
 
-    I, D = graph.gather(kept)  # noqa: E741
-    I = renumbered(I, kept, old.rows)  # noqa: E741
+    I, D = graph.gather(kept)
+    I = renumbered(I, kept, old.rows)
     updated = update_graph(joined.read(), I, D, stale=(I < -1).any(axis=1))
     scratch = write_graph(tmp_path / "scratch", joined)
     np.testing.assert_array_equal(updated[0], scratch.read()[0])
@@ -103,8 +108,12 @@ def test_what_cannot_be_joined_is_refused(tmp_path):
     with pytest.raises(LattqeError, match="columns"):
         check_joinable(old, write_features(tmp_path / "unlabelled", vectors(5), labels=False))
     with pytest.raises(LattqeError, match="id-4"):
-        join_features(old, kept_rows(old, []), write_features(tmp_path / "again", vectors(2, 3), first=4),
-                      str(tmp_path / "joined"))
+        join_features(
+            old,
+            kept_rows(old, []),
+            write_features(tmp_path / "again", vectors(2, 3), first=4),
+            str(tmp_path / "joined"),
+        )
 
 
 def test_recompute_accepts_its_own_and_names_a_wrong_row(tmp_path):

@@ -7,16 +7,7 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 import lattqe
-from lattqe.augmentation.hops import (
-    MOST_HOPS,
-    check_hops,
-    column_groups,
-    directed,
-    hop,
-    hopped,
-    transition,
-    unit_rows,
-)
+from lattqe.augmentation.hops import MOST_HOPS, check_hops, column_groups, directed, hop, hopped, transition, unit_rows
 from lattqe.errors import LattqeError
 from lattqe.expansion import create
 from lattqe.expansion.base import CANCELLED
@@ -63,8 +54,15 @@ def world(seed, n, k, dim, dropped=0.3, missing=0.1):
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10**6), n=st.integers(1, 40), k=st.integers(1, 9), dim=st.integers(2, 20),
-       alpha=st.floats(0.01, 0.99), hops=st.integers(1, 9), dropped=st.floats(0, 1))
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(1, 40),
+    k=st.integers(1, 9),
+    dim=st.integers(2, 20),
+    alpha=st.floats(0.01, 0.99),
+    hops=st.integers(1, 9),
+    dropped=st.floats(0, 1),
+)
 def test_hops_are_what_the_dense_product_gives(seed, n, k, dim, alpha, hops, dropped):
     weights, rows, x = world(seed, n, k, dim, dropped)
     ours = hop(weights, rows, x, alpha, hops)
@@ -75,8 +73,15 @@ def test_hops_are_what_the_dense_product_gives(seed, n, k, dim, alpha, hops, dro
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**6), n=st.integers(2, 60), k=st.integers(1, 9), dim=st.integers(2, 40),
-       cut=st.integers(1, 60), columns=st.integers(1, 40), hops=st.integers(1, 4))
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(2, 60),
+    k=st.integers(1, 9),
+    dim=st.integers(2, 40),
+    cut=st.integers(1, 60),
+    columns=st.integers(1, 40),
+    hops=st.integers(1, 4),
+)
 def test_any_cut_by_rows_and_columns_gives_the_same_bytes(seed, n, k, dim, cut, columns, hops):
     weights, rows, x = world(seed, n, k, dim)
     whole = hop(weights, rows, x, 0.8, hops)
@@ -118,8 +123,9 @@ def test_an_edge_works_both_ways_and_a_self_loop_holds_a_row_back():
 
 
 def test_no_rows_float16_and_a_sum_that_cancels():
-    assert hop(np.empty((0, 3), np.float32), np.empty((0, 3), np.int32), np.empty((0, 4), np.float32), 0.9, 2).shape \
-        == (0, 4)
+    assert hop(
+        np.empty((0, 3), np.float32), np.empty((0, 3), np.int32), np.empty((0, 4), np.float32), 0.9, 2
+    ).shape == (0, 4)
     weights, rows, x = world(1, 20, 3, 6)
     half = x.astype(np.float16)
     np.testing.assert_array_equal(hop(weights, rows, half, 0.9, 2), hop(weights, rows, half.astype(np.float32), 0.9, 2))
@@ -135,10 +141,19 @@ def test_columns_are_cut_by_the_number_of_rows_alone():
     assert [c for group in cut for c in range(group.start, group.stop)] == list(range(128))
 
 
-@pytest.mark.parametrize(("hops", "alpha", "said"), [
-    (0, 0.9, "hops is 0: use a whole number from 1"), (1000, 0.9, "hops is 1000"), (-1, 0.9, "hops is -1"),
-    (MOST_HOPS + 1, 0.9, "hops is 65"), (2, 0.0, "the share of the neighbors is 0.0: use a number between 0 and 1"),
-    (2, 1.0, "is 1.0"), (2, -0.5, "is -0.5"), (2, float("nan"), "is nan")])
+@pytest.mark.parametrize(
+    ("hops", "alpha", "said"),
+    [
+        (0, 0.9, "hops is 0: use a whole number from 1"),
+        (1000, 0.9, "hops is 1000"),
+        (-1, 0.9, "hops is -1"),
+        (MOST_HOPS + 1, 0.9, "hops is 65"),
+        (2, 0.0, "the share of the neighbors is 0.0: use a number between 0 and 1"),
+        (2, 1.0, "is 1.0"),
+        (2, -0.5, "is -0.5"),
+        (2, float("nan"), "is nan"),
+    ],
+)
 def test_numbers_that_mean_nothing_are_refused(hops, alpha, said):
     with pytest.raises(LattqeError, match=said):
         check_hops(hops, alpha)
@@ -163,7 +178,7 @@ def test_edges_of_other_features_and_bad_weights_are_refused():
 def test_augment_hops_over_the_edges_of_any_method(method):
     x = world(3, 60, 1, 8)[2]
     theta = create(method)
-    I, D = knn_graph(x, 5)  # noqa: E741
+    I, D = knn_graph(x, 5)
     one = augment_rows(FlatIndex(x), np.arange(60), D, I, theta, 5)
     np.testing.assert_array_equal(lattqe.augment(x, theta, 5), one.vectors)
     np.testing.assert_array_equal(lattqe.augment(x, theta, 5, hops=1), one.vectors)

@@ -24,13 +24,22 @@ def labelled(name: str, classes: int = 8, images: int = 12, seed: int = 0) -> La
     x = (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)
     asks = np.arange(len(labels)) % images < 2
     ids = [f"{name}-{row}" for row in range(len(labels))]
-    return LabelledSet(name, x[~asks], labels[~asks], [each for each, ask in zip(ids, asks) if not ask], x[asks],
-                       labels[asks], [each for each, ask in zip(ids, asks) if ask])
+    return LabelledSet(
+        name,
+        x[~asks],
+        labels[~asks],
+        [each for each, ask in zip(ids, asks) if not ask],
+        x[asks],
+        labels[asks],
+        [each for each, ask in zip(ids, asks) if ask],
+    )
 
 
 def store(folder: Path, one: LabelledSet) -> tuple[str, str]:
-    for name, x, ids, labels in ((one.name, one.xb, one.ids, one.labels),
-                                 (f"{one.name}-queries", one.xq, one.query_ids, one.query_labels)):
+    for name, x, ids, labels in (
+        (one.name, one.xb, one.ids, one.labels),
+        (f"{one.name}-queries", one.xq, one.query_ids, one.query_labels),
+    ):
         with FeatureWriter(str(folder / name), x.shape[1], "float32", labels=True) as writer:
             writer.append(x, ids, labels)
     return str(folder / one.name), str(folder / f"{one.name}-queries")
@@ -98,14 +107,17 @@ def test_without_queries_one_image_of_each_class_asks(tmp_path: Path) -> None:
         load_own_set(str(tmp_path / "plain"), None)
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["density", "--queries", "q"], "--queries belong to --features"),
-    (["density", "--features", "f", "--columns", "64"], "used whole: leave --data and --columns out"),
-    (["density", "--features", "f", "--features", "g", "--queries", "q"], "1 --queries for 2 --features"),
-    (["synthetic", "--features", "f"], "takes no --features, which belongs to density"),
-    (["synthetic", "--columns", "64"], "takes no --columns, which belongs to photos, density"),
-    (["run.toml", "--relevant", "1"], "belong to presets"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["density", "--queries", "q"], "--queries belong to --features"),
+        (["density", "--features", "f", "--columns", "64"], "used whole: leave --data and --columns out"),
+        (["density", "--features", "f", "--features", "g", "--queries", "q"], "1 --queries for 2 --features"),
+        (["synthetic", "--features", "f"], "takes no --features, which belongs to density"),
+        (["synthetic", "--columns", "64"], "takes no --columns, which belongs to photos, density"),
+        (["run.toml", "--relevant", "1"], "belong to presets"),
+    ],
+)
 def test_options_that_do_not_belong_are_refused(tmp_path: Path, words: list[str], message: str) -> None:
     done = CliRunner().invoke(app, [*words, "--to", str(tmp_path)])
     assert isinstance(done.exception, LattqeError)

@@ -58,12 +58,19 @@ def rows_of(bench: Bench, dataset: str, distractors: bool) -> np.ndarray:
     return np.concatenate([each.read() for each in sets])
 
 
-@pytest.mark.parametrize(("dba", "qe"), [
-    (None, None), (None, Setting("aqe", 4)), (Setting("aqe", 4), Setting("aqe", 4)),
-    (Setting("dqe", 2, (("C", 0.1), ("negatives", 5))), Setting("dqe", 2, (("C", 0.1), ("negatives", 5))))])
+@pytest.mark.parametrize(
+    ("dba", "qe"),
+    [
+        (None, None),
+        (None, Setting("aqe", 4)),
+        (Setting("aqe", 4), Setting("aqe", 4)),
+        (Setting("dqe", 2, (("C", 0.1), ("negatives", 5))), Setting("dqe", 2, (("C", 0.1), ("negatives", 5)))),
+    ],
+)
 @pytest.mark.parametrize("distractors", [False, True])
-def test_a_cell_is_what_the_library_gives_for_arrays(bench: Bench, dba: Setting | None, qe: Setting | None,
-                                                     distractors: bool) -> None:
+def test_a_cell_is_what_the_library_gives_for_arrays(
+    bench: Bench, dba: Setting | None, qe: Setting | None, distractors: bool
+) -> None:
     xb, xq = rows_of(bench, "oxford", distractors), bench.inputs["oxford"].queries.read()
     if dba is not None:
         xb = lattqe.augment(xb, dba.method, dba.k, **dict(dba.params))
@@ -116,10 +123,14 @@ def test_a_complete_run_measures_nothing_and_a_lost_or_damaged_cell_alone(bench:
         assert _numbers(again, cell) == _numbers(bench, cell)
 
 
-@pytest.mark.parametrize("change", [
-    lambda content: content["scores"][0].update(ap=[1.0] * len(content["scores"][0]["ap"])),
-    lambda content: content.update(scores=[]),
-    lambda content: content.pop("checksum")])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["scores"][0].update(ap=[1.0] * len(content["scores"][0]["ap"])),
+        lambda content: content.update(scores=[]),
+        lambda content: content.pop("checksum"),
+    ],
+)
 def test_an_edited_cell_is_measured_again(bench: Bench, run: Run, change) -> None:
     cell = Cell("oxford", None, None, Setting("aqe", 4))
     path = Path(bench.folder) / "cells" / f"{bench.key(cell)}.json"
@@ -134,9 +145,17 @@ def test_an_edited_cell_is_measured_again(bench: Bench, run: Run, change) -> Non
 
 RIVALS = (
     graph_candidate("diffusion", "test", kq=(5,), kd=(10,), gamma=(3.0,), alpha=(0.9, 0.99)),
-    graph_candidate("offline-diffusion", "fixed", "ADBA + AQE + offline",
-                    Pipeline(Setting("aqe", 4), Setting("aqe", 4)), kq=(5,), kd=(10,), gamma=(3.0,), alpha=(0.9,),
-                    truncation=(50,)),
+    graph_candidate(
+        "offline-diffusion",
+        "fixed",
+        "ADBA + AQE + offline",
+        Pipeline(Setting("aqe", 4), Setting("aqe", 4)),
+        kq=(5,),
+        kd=(10,),
+        gamma=(3.0,),
+        alpha=(0.9,),
+        truncation=(50,),
+    ),
     graph_candidate("propagation", "fixed", "propagation + AQE", Pipeline(qe=Setting("aqe", 4)), k=(5,), hops=(2,)),
 )
 
@@ -148,7 +167,10 @@ def test_rivals_on_the_graph_are_rows_like_all_others(run: Run, tmp_path: Path) 
     assert Bench(chosen, str(tmp_path)).cells_to_do() == []
     results = assemble(chosen, bench, FACTS)
     assert [row["label"] for row in results["table3"] if row["kind"] == "graph"] == [
-        "diffusion", "ADBA + AQE + offline", "propagation + AQE"]
+        "diffusion",
+        "ADBA + AQE + offline",
+        "propagation + AQE",
+    ]
     truth = load_gnd(run.datasets[0].truth).truth
     xb, xq = rows_of(bench, "oxford", True), FeatureSet.open(run.datasets[0].queries).read()
     row = next(row for row in results["table3"] if row["label"] == "diffusion")
@@ -172,8 +194,9 @@ def test_rivals_on_the_graph_are_rows_like_all_others(run: Run, tmp_path: Path) 
 def test_hops_of_a_method_are_a_row_and_have_no_limit_of_rows(run: Run, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("cluster.benchmark.MOST_ROWS", 500)
     pipeline = Pipeline(Setting("alphaqe", 5, (("hops", 3),)), Setting("aqe", 4))
-    chosen = dataclasses.replace(run, methods=FIXED[:1],
-                                 graph_methods=(GraphCandidate("alphaqe", "three hops", "fixed", (pipeline,)),))
+    chosen = dataclasses.replace(
+        run, methods=FIXED[:1], graph_methods=(GraphCandidate("alphaqe", "three hops", "fixed", (pipeline,)),)
+    )
     bench = Bench(chosen, str(tmp_path))
     fill(bench)
     row = next(row for row in assemble(chosen, bench, FACTS)["table3"] if row["label"] == "three hops")
@@ -302,29 +325,43 @@ def test_the_papers_own_settings(tmp_path: Path) -> None:
     decay = Candidate("aqewd", "AQEwD", "test", (2, 8))
     more = tuple((f"αQE, α = {power:g}", Setting("alphaqe", 1, (("alpha", power),))) for power in (1.0, 2.0, 3.0))
     regimes = (Setting("alphaqe", 24, (("alpha", 2.0),)), Setting("aqewd", 4))
-    chosen = dataclasses.replace(small_run(tmp_path / "world", (alpha, decay)), published=True, more_sweeps=more,
-                                 regime_settings=regimes)
+    chosen = dataclasses.replace(
+        small_run(tmp_path / "world", (alpha, decay)), published=True, more_sweeps=more, regime_settings=regimes
+    )
     bench = Bench(chosen, str(tmp_path / "run"))
     fill(bench)
     rows = choose_rows(chosen, bench.lookup)
     tested = chosen.datasets_of("test")
-    tried = [Pipeline(Setting("alphaqe", m, (("alpha", power),)), Setting("alphaqe", k, (("alpha", power),)))
-             for power in (1.0, 3.0) for m in (4, 8) for k in (4, 6)]
+    tried = [
+        Pipeline(Setting("alphaqe", m, (("alpha", power),)), Setting("alphaqe", k, (("alpha", power),)))
+        for power in (1.0, 3.0)
+        for m in (4, 8)
+        for k in (4, 6)
+    ]
     augmented = next(row for row in rows if row.kind == "dba+qe")
-    assert mean_map(bench.lookup, tested, augmented.pipeline) == max(mean_map(bench.lookup, tested, each)
-                                                                     for each in tried)
+    assert mean_map(bench.lookup, tested, augmented.pipeline) == max(
+        mean_map(bench.lookup, tested, each) for each in tried
+    )
     results = assemble(chosen, bench, FACTS)
     own = dict(next(row for row in rows if row.method == "alphaqe").pipeline.qe.params)["alpha"]
     assert [series["label"] for series in results["figure3"]["series"]] == [
-        "αQE", "AQEwD", *(f"αQE, α = {power:g}" for power in (1.0, 2.0, 3.0) if power != own)]
+        "αQE",
+        "AQEwD",
+        *(f"αQE, α = {power:g}" for power in (1.0, 2.0, 3.0) if power != own),
+    ]
     bars = results["figure4"]["by_positives"]["medium"]
     assert bars["published"]["alphaqe"] == [3.28, 13.4, 9.08]
     before = [bench.lookup(Cell(dataset.name, None, None, None)).scores for dataset in tested]
     after = [bench.lookup(Cell(dataset.name, None, None, regimes[0])).scores for dataset in tested]
     medium = [[next(one for one in scores if one.setup == "medium") for scores in side] for side in (before, after)]
-    plain, expanded, positives = (np.concatenate(each) for each in (
-        [one.ap[one.evaluated] for one in medium[0]], [one.ap[one.evaluated] for one in medium[1]],
-        [one.positives[one.evaluated] for one in medium[0]]))
+    plain, expanded, positives = (
+        np.concatenate(each)
+        for each in (
+            [one.ap[one.evaluated] for one in medium[0]],
+            [one.ap[one.evaluated] for one in medium[1]],
+            [one.positives[one.evaluated] for one in medium[0]],
+        )
+    )
     few = positives <= np.percentile(positives, 33, method="higher")
     expected = 100 * np.mean((expanded[few] - plain[few]) / plain[few])
     assert bars["series"][0]["relative"][0] == pytest.approx(expected)

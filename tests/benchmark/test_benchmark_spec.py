@@ -20,8 +20,12 @@ def model(tmp_path: Path) -> str:
     """A folder that looks like a model and says what its training chose."""
     import numpy as np
 
-    save_model(str(tmp_path / "model"), {"x": np.zeros(1, np.float32)}, {"network": {"max_k": 128}},
-               {"chosen": {"nqe": 32, "ndba": 16, "nqe_with_dba": 24}})
+    save_model(
+        str(tmp_path / "model"),
+        {"x": np.zeros(1, np.float32)},
+        {"network": {"max_k": 128}},
+        {"chosen": {"nqe": 32, "ndba": 16, "nqe_with_dba": 24}},
+    )
     return str(tmp_path / "model")
 
 
@@ -39,29 +43,38 @@ def test_the_example_is_a_valid_run(tmp_path: Path, model: str) -> None:
     assert [each.nqe for each in run.ablations] == [32, 32]
 
 
-@pytest.mark.parametrize(("content", "words"), [
-    ({"dataset": [DATASET]}, "no \\[\\[method\\]\\]"),
-    ({"method": [AQE]}, "no \\[\\[dataset\\]\\] with role 'test'"),
-    ({"dataset": [DATASET], "method": [AQE], "metods": 1}, "unknown key 'metods'"),
-    ({"dataset": DATASET, "method": [AQE]}, "write each dataset as a table"),
-    ({"dataset": [DATASET | {"rôle": "test"}], "method": [AQE]}, "dataset 1: unknown key 'rôle'"),
-    ({"dataset": [DATASET | {"role": "train"}], "method": [AQE]}, "role is 'train'"),
-    ({"dataset": [{"name": "a", "database": "db"}], "method": [AQE]}, "queries must be a text"),
-    ({"dataset": [DATASET, DATASET], "method": [AQE]}, "two entries of \\[\\[dataset\\]\\] are called 'a'"),
-    ({"dataset": [DATASET], "method": [AQE, AQE]}, "two entries of \\[\\[method\\]\\] are called 'AQE'"),
-    ({"dataset": [DATASET], "method": [{"method": "aqee", "nqe": 4}]}, "method is 'aqee': use one of aqe"),
-    ({"dataset": [DATASET], "method": [{"method": "aqe"}]}, "needs nqe"),
-    ({"dataset": [DATASET], "method": [AQE | {"nqe": [2, 4]}]}, "fixed but has several settings"),
-    ({"dataset": [DATASET], "method": [AQE | {"nqe": 0}]}, "whole numbers from 1, not 0"),
-    ({"dataset": [DATASET], "method": [AQE | {"nqe": []}]}, "empty list"),
-    ({"dataset": [DATASET], "method": [AQE | {"alpha": 3}]}, "unknown key 'alpha'"),
-    ({"dataset": [DATASET], "method": [{"method": "alphaqe", "nqe": 4, "alpha": "3"}]}, "alpha must be float numbers"),
-    ({"dataset": [DATASET], "method": [AQE | {"choose": "oracle"}]}, "choose is 'oracle'"),
-    ({"dataset": [DATASET], "method": [AQE | {"choose": "validation", "nqe": [2, 4]}]}, "no .* role 'validation'"),
-    ({"dataset": [DATASET], "method": [AQE], "distractors": [{"name": "d", "features": "x", "of": "b"}]}, "are of 'b'"),
-    ({"dataset": [DATASET], "method": [AQE], "published": "yes"}, "published must be true or false"),
-    ({"dataset": [DATASET], "method": [{"method": "lattqe", "model": "m", "ndba": 4}]}, "ndba without nqe"),
-])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"dataset": [DATASET]}, "no \\[\\[method\\]\\]"),
+        ({"method": [AQE]}, "no \\[\\[dataset\\]\\] with role 'test'"),
+        ({"dataset": [DATASET], "method": [AQE], "metods": 1}, "unknown key 'metods'"),
+        ({"dataset": DATASET, "method": [AQE]}, "write each dataset as a table"),
+        ({"dataset": [DATASET | {"rôle": "test"}], "method": [AQE]}, "dataset 1: unknown key 'rôle'"),
+        ({"dataset": [DATASET | {"role": "train"}], "method": [AQE]}, "role is 'train'"),
+        ({"dataset": [{"name": "a", "database": "db"}], "method": [AQE]}, "queries must be a text"),
+        ({"dataset": [DATASET, DATASET], "method": [AQE]}, "two entries of \\[\\[dataset\\]\\] are called 'a'"),
+        ({"dataset": [DATASET], "method": [AQE, AQE]}, "two entries of \\[\\[method\\]\\] are called 'AQE'"),
+        ({"dataset": [DATASET], "method": [{"method": "aqee", "nqe": 4}]}, "method is 'aqee': use one of aqe"),
+        ({"dataset": [DATASET], "method": [{"method": "aqe"}]}, "needs nqe"),
+        ({"dataset": [DATASET], "method": [AQE | {"nqe": [2, 4]}]}, "fixed but has several settings"),
+        ({"dataset": [DATASET], "method": [AQE | {"nqe": 0}]}, "whole numbers from 1, not 0"),
+        ({"dataset": [DATASET], "method": [AQE | {"nqe": []}]}, "empty list"),
+        ({"dataset": [DATASET], "method": [AQE | {"alpha": 3}]}, "unknown key 'alpha'"),
+        (
+            {"dataset": [DATASET], "method": [{"method": "alphaqe", "nqe": 4, "alpha": "3"}]},
+            "alpha must be float numbers",
+        ),
+        ({"dataset": [DATASET], "method": [AQE | {"choose": "oracle"}]}, "choose is 'oracle'"),
+        ({"dataset": [DATASET], "method": [AQE | {"choose": "validation", "nqe": [2, 4]}]}, "no .* role 'validation'"),
+        (
+            {"dataset": [DATASET], "method": [AQE], "distractors": [{"name": "d", "features": "x", "of": "b"}]},
+            "are of 'b'",
+        ),
+        ({"dataset": [DATASET], "method": [AQE], "published": "yes"}, "published must be true or false"),
+        ({"dataset": [DATASET], "method": [{"method": "lattqe", "model": "m", "ndba": 4}]}, "ndba without nqe"),
+    ],
+)
 def test_mistakes_are_refused_by_name(content: dict[str, object], words: str) -> None:
     with pytest.raises(LattqeError, match=words) as caught:
         parse_run(content, Path("."), "run.toml")
@@ -87,7 +100,8 @@ def test_the_variants_of_a_finished_ablation_make_table_2(tmp_path: Path, model:
     content = {"dataset": [DATASET], "method": [{"method": "aqe", "nqe": 4}], "ablations": "ablations"}
     found = parse_run(content, tmp_path, "run.toml").ablations
     assert [(each.label, each.model, each.nqe) for each in found] == [
-        (f"{name}, nQE {k}", str(made / name), k) for name in ("full", "no-attention") for k in (64, 32)]
+        (f"{name}, nQE {k}", str(made / name), k) for name in ("full", "no-attention") for k in (64, 32)
+    ]
     for text, words in ((None, "has no ablations.json"), ("{", "not valid JSON")):
         (made / "ablations.json").unlink()
         if text is not None:
@@ -97,13 +111,16 @@ def test_the_variants_of_a_finished_ablation_make_table_2(tmp_path: Path, model:
         (made / "ablations.json").touch()
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("x = " + "[" * 100_000, "nested too deeply"),
-    ("bootstrap = " + "9" * 5_000, "not valid TOML"),
-    ("# " + "x" * (1 << 20), "more than 1,048,576 bytes"),
-    ("title = \"\\u0000\"\nbootstrap = 1_000_000_000_000", "bootstrap is 1e\\+12: use at most 1,000,000"),
-    ("[[method]]\nmethod = \"aqe\"\nnqe = 2_000_000", "nqe is 2e\\+06: use at most 1,000,000"),
-])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x = " + "[" * 100_000, "nested too deeply"),
+        ("bootstrap = " + "9" * 5_000, "not valid TOML"),
+        ("# " + "x" * (1 << 20), "more than 1,048,576 bytes"),
+        ('title = "\\u0000"\nbootstrap = 1_000_000_000_000', "bootstrap is 1e\\+12: use at most 1,000,000"),
+        ('[[method]]\nmethod = "aqe"\nnqe = 2_000_000', "nqe is 2e\\+06: use at most 1,000,000"),
+    ],
+)
 def test_hostile_files_are_one_line(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(LattqeError, match=words) as caught:
@@ -114,17 +131,20 @@ def test_hostile_files_are_one_line(tmp_path: Path, text: str, words: str) -> No
 GRAPH = {"method": "diffusion"}
 
 
-@pytest.mark.parametrize(("entry", "words"), [
-    (GRAPH | {"kq": [5, 10]}, "fixed but has several settings"),
-    (GRAPH | {"hops": 3}, "unknown key 'hops'"),
-    (GRAPH | {"alpha": 1.0}, "alpha is 1.0: use a share from 0 to below 1"),
-    (GRAPH | {"kq": 0}, "kq is 0"),
-    (GRAPH | {"nqe": 4}, "ndba and nqe of diffusion need before"),
-    (GRAPH | {"before": "aqe"}, "before needs ndba or nqe"),
-    (GRAPH | {"before": "lattqe", "nqe": 4}, "before is 'lattqe': use one of aqe, aqewd"),
-    ({"method": "propagation", "hops": 1000}, "hops is 1000|1000 hops"),
-    ({"method": "alphaqe", "nqe": 4, "alpha": -1}, "alpha is -1.0"),
-])
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (GRAPH | {"kq": [5, 10]}, "fixed but has several settings"),
+        (GRAPH | {"hops": 3}, "unknown key 'hops'"),
+        (GRAPH | {"alpha": 1.0}, "alpha is 1.0: use a share from 0 to below 1"),
+        (GRAPH | {"kq": 0}, "kq is 0"),
+        (GRAPH | {"nqe": 4}, "ndba and nqe of diffusion need before"),
+        (GRAPH | {"before": "aqe"}, "before needs ndba or nqe"),
+        (GRAPH | {"before": "lattqe", "nqe": 4}, "before is 'lattqe': use one of aqe, aqewd"),
+        ({"method": "propagation", "hops": 1000}, "hops is 1000|1000 hops"),
+        ({"method": "alphaqe", "nqe": 4, "alpha": -1}, "alpha is -1.0"),
+    ],
+)
 def test_mistakes_in_graph_methods_are_refused_by_name(entry: dict[str, object], words: str) -> None:
     with pytest.raises(LattqeError, match=words) as caught:
         parse_run({"dataset": [DATASET], "method": [entry]}, Path("."), "run.toml")

@@ -32,10 +32,11 @@ def source(tmp_path_factory):
     x = features.read().astype(np.float64)
     scores = x @ x.T
     np.fill_diagonal(scores, -np.inf)
-    I = np.argsort(-scores, axis=1, kind="stable")[:, :K].astype(np.int32)  # noqa: E741
+    I = np.argsort(-scores, axis=1, kind="stable")[:, :K].astype(np.int32)
     D = np.take_along_axis(scores, I, axis=1).astype(np.float32)
-    pending = Pending.begin(str(folder / "graph"), "neighbors", {"k": K}, [ROWS],
-                            inputs={"features": features.as_input()})
+    pending = Pending.begin(
+        str(folder / "graph"), "neighbors", {"k": K}, [ROWS], inputs={"features": features.as_input()}
+    )
     pending.publish(0, neighbors_table(I, D))
     pending.finish()
     return features, NeighborGraph.open(str(folder / "graph"))
@@ -44,8 +45,9 @@ def source(tmp_path_factory):
 def begin(features, to, part_rows):
     fields = {key: features.manifest.fields[key] for key in ("dim", "dtype")}
     schema = features.table(0, 1).schema
-    return Pending.begin(str(to), "features", fields, part_rows, schema=schema,
-                         inputs={"features": features.as_input()})
+    return Pending.begin(
+        str(to), "features", fields, part_rows, schema=schema, inputs={"features": features.as_input()}
+    )
 
 
 def augmented(source, to, method="alphaqe", workers=2, part_rows=(300, 300, 100), shards=None, **params):
@@ -130,19 +132,22 @@ def test_vectors_from_shards_give_the_same_bytes(source, tmp_path, model):
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(("size", "nodes", "remote", "cache", "how"), [
-    (100, Nodes(1, 1000 * MIB, 1000 * MIB), False, None, "map"),
-    (2000, Nodes(1, 1000 * MIB, 1000 * MIB), False, None, "map"),  # one node: nothing else could hold them
-    (2000, Nodes(8, 1000 * MIB, 8000 * MIB), False, None, "shards"),
-    (5000, Nodes(8, 1000 * MIB, 8000 * MIB), False, None, "map"),  # too many for shards too
-    (100, Nodes(2, 1000 * MIB, 2000 * MIB), True, None, "map"),
-    (500, Nodes(2, 1000 * MIB, 2000 * MIB), True, None, "shards"),
-    (5000, Nodes(2, 1000 * MIB, 2000 * MIB), True, None, None),
-    (500, Nodes(2, 1000 * MIB, 2000 * MIB, 600 * MIB), True, "cache", "map"),
-    (500, Nodes(2, 1000 * MIB, 2000 * MIB, 400 * MIB), True, "cache", "shards"),
-    (1500, Nodes(4, 1000 * MIB, 4000 * MIB, 9000 * MIB), True, "cache", "shards"),
-    (5000, Nodes(2, 1000 * MIB, 2000 * MIB, 400 * MIB), True, "cache", None),
-])
+@pytest.mark.parametrize(
+    ("size", "nodes", "remote", "cache", "how"),
+    [
+        (100, Nodes(1, 1000 * MIB, 1000 * MIB), False, None, "map"),
+        (2000, Nodes(1, 1000 * MIB, 1000 * MIB), False, None, "map"),  # one node: nothing else could hold them
+        (2000, Nodes(8, 1000 * MIB, 8000 * MIB), False, None, "shards"),
+        (5000, Nodes(8, 1000 * MIB, 8000 * MIB), False, None, "map"),  # too many for shards too
+        (100, Nodes(2, 1000 * MIB, 2000 * MIB), True, None, "map"),
+        (500, Nodes(2, 1000 * MIB, 2000 * MIB), True, None, "shards"),
+        (5000, Nodes(2, 1000 * MIB, 2000 * MIB), True, None, None),
+        (500, Nodes(2, 1000 * MIB, 2000 * MIB, 600 * MIB), True, "cache", "map"),
+        (500, Nodes(2, 1000 * MIB, 2000 * MIB, 400 * MIB), True, "cache", "shards"),
+        (1500, Nodes(4, 1000 * MIB, 4000 * MIB, 9000 * MIB), True, "cache", "shards"),
+        (5000, Nodes(2, 1000 * MIB, 2000 * MIB, 400 * MIB), True, "cache", None),
+    ],
+)
 def test_reach_is_chosen_by_what_nodes_can_hold(size, nodes, remote, cache, how):
     if how is None:
         with pytest.raises(LattqeError, match="MiB"):

@@ -42,11 +42,15 @@ publish(results, {folder!r})
 
 @pytest.mark.ray
 def test_shards_and_workers_give_the_numbers_of_one_process(local_ray: None, tmp_path: Path) -> None:
-    methods = (Candidate("aqe", "AQE", "fixed", (4,), (4,), (4,)),
-               Candidate("dqe", "DQE", "fixed", (4,), (2,), (2,), {name: (value,) for name, value in DQE}))
+    methods = (
+        Candidate("aqe", "AQE", "fixed", (4,), (4,), (4,)),
+        Candidate("dqe", "DQE", "fixed", (4,), (2,), (2,), {name: (value,) for name, value in DQE}),
+    )
     run = small_run(tmp_path / "world", methods)
-    cells = [Cell("oxford", "distractors", *pair) for pair in (
-        (None, None), (None, Setting("dqe", 4, DQE)), (Setting("aqe", 4), Setting("aqe", 4)))]
+    cells = [
+        Cell("oxford", "distractors", *pair)
+        for pair in ((None, None), (None, Setting("dqe", 4, DQE)), (Setting("aqe", 4), Setting("aqe", 4)))
+    ]
     here = Bench(run, str(tmp_path / "here"))
     here.fill(cells, lambda cell: None)
     with ray_session(cpus=2):

@@ -28,8 +28,15 @@ pytestmark = pytest.mark.ray
 def metrics_url():
     """A local Ray that tells its metrics soon, not after the usual ten seconds; where it serves them."""
     ray.shutdown()
-    context = ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20,
-                       log_to_driver=False, _metrics_export_port=0, _system_config={"metrics_report_interval_ms": 500})
+    context = ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80 * 2**20,
+        log_to_driver=False,
+        _metrics_export_port=0,
+        _system_config={"metrics_report_interval_ms": 500},
+    )
     yield f"http://{context.address_info['node_ip_address']}:{ray.nodes()[0]['MetricsExportPort']}/metrics"
     ray.shutdown()
 
@@ -72,8 +79,9 @@ def square_all(folder, blocks=range(12), policy=None, workers=2, **behaviour):
         assert block not in results, "a block was delivered twice"
         results[block] = result
 
-    summary = run_blocks(lambda number: Squares.remote(str(folder), **behaviour), workers, blocks,
-                         on_done=on_done, policy=policy)
+    summary = run_blocks(
+        lambda number: Squares.remote(str(folder), **behaviour), workers, blocks, on_done=on_done, policy=policy
+    )
     return results, summary
 
 
@@ -124,8 +132,14 @@ def test_poison_block_ends_with_a_clear_error(tmp_path):
         square_all(tmp_path, always_die_on=(4,), policy=BlockPolicy(max_failures=1))
 
 
-@pytest.mark.parametrize(("where", "message"), [(7, "block is wrong: fix it"), ("constructor", "checksum differs"),
-                                                  ("storage", "^cannot read s3://b/x: gave up after 60 s$")])
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        (7, "block is wrong: fix it"),
+        ("constructor", "checksum differs"),
+        ("storage", "^cannot read s3://b/x: gave up after 60 s$"),
+    ],
+)
 def test_bad_input_is_not_retried(tmp_path, where, message):
     with pytest.raises(LattqeError, match=message):
         square_all(tmp_path, bad_input=where)
@@ -158,8 +172,14 @@ def wait_for(url, condition):
 def test_blocks_deaths_and_copies_are_counted_and_logged(metrics_url, tmp_path):
     work = Work("squares", rows=lambda block: 10, label=lambda block: f"block-{block}")
     with logging_to(str(tmp_path / "log"), "test", {}):
-        summary = run_blocks(lambda number: Squares.remote(str(tmp_path), die_on=(2,), hang_on=(5,)), 2, range(8),
-                             on_done=lambda block, result: None, policy=BlockPolicy(straggler_seconds=0.5), work=work)
+        summary = run_blocks(
+            lambda number: Squares.remote(str(tmp_path), die_on=(2,), hang_on=(5,)),
+            2,
+            range(8),
+            on_done=lambda block, result: None,
+            policy=BlockPolicy(straggler_seconds=0.5),
+            work=work,
+        )
     assert summary.actors_lost == 1
 
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]

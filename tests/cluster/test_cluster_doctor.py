@@ -6,20 +6,35 @@ import pytest
 
 from cluster.doctor import NodeReport, _try_storage, examine_node, to_fix
 
-WELL = NodeReport("10.0.0.1 (abc)", "3.11.7", {"ray": "2.60.0", "lattqe": "0.1.0", "faiss-cpu": "1.15.1"}, [],
-                  "1.15.1 CPU", 8 << 30, 100 << 30, 0.0, "ok")
+WELL = NodeReport(
+    "10.0.0.1 (abc)",
+    "3.11.7",
+    {"ray": "2.60.0", "lattqe": "0.1.0", "faiss-cpu": "1.15.1"},
+    [],
+    "1.15.1 CPU",
+    8 << 30,
+    100 << 30,
+    0.0,
+    "ok",
+)
 
 
-@pytest.mark.parametrize(("change", "told"), [
-    ({"error": "lost"}, "does not answer (lost): restart Ray there"),
-    ({"shared_memory": 64 << 20}, "64 MiB of shared memory free: give the container a larger /dev/shm (--shm-size)"),
-    ({"disk": 3 << 30}, "3 GiB of disk free"),
-    ({"clock_skew": 7.0}, "its clock is 7 s off"),
-    ({"storage": "permission denied"}, "storage: permission denied"),
-    ({"packages": WELL.packages | {"faiss-gpu": "1.15.1"}}, "faiss-cpu hides faiss-gpu"),
-    ({"faiss": "missing: no module"}, "faiss is missing"),
-    ({"gpus": ["A10G"]}, "has 1 GPUs but a faiss without them"),
-])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"error": "lost"}, "does not answer (lost): restart Ray there"),
+        (
+            {"shared_memory": 64 << 20},
+            "64 MiB of shared memory free: give the container a larger /dev/shm (--shm-size)",
+        ),
+        ({"disk": 3 << 30}, "3 GiB of disk free"),
+        ({"clock_skew": 7.0}, "its clock is 7 s off"),
+        ({"storage": "permission denied"}, "storage: permission denied"),
+        ({"packages": WELL.packages | {"faiss-gpu": "1.15.1"}}, "faiss-cpu hides faiss-gpu"),
+        ({"faiss": "missing: no module"}, "faiss is missing"),
+        ({"gpus": ["A10G"]}, "has 1 GPUs but a faiss without them"),
+    ],
+)
 def test_each_trouble_is_one_line_that_says_what_to_do(change, told):
     (line,) = to_fix([replace(WELL, **change)])
     assert line.startswith(WELL.node)
@@ -29,8 +44,10 @@ def test_each_trouble_is_one_line_that_says_what_to_do(change, told):
 def test_nodes_that_differ_are_told_and_equal_ones_are_well():
     assert to_fix([WELL, replace(WELL, node="other")]) == []
     other = replace(WELL, python="3.12.1", packages=WELL.packages | {"ray": "2.59.0", "faiss-cpu": "1.14"})
-    assert to_fix([WELL, other]) == ["python differs between nodes (3.11.7, 3.12.1): install the same everywhere",
-                                      "ray differs between nodes (2.59.0, 2.60.0): install the same everywhere"]
+    assert to_fix([WELL, other]) == [
+        "python differs between nodes (3.11.7, 3.12.1): install the same everywhere",
+        "ray differs between nodes (2.59.0, 2.60.0): install the same everywhere",
+    ]
 
 
 def test_a_node_reports_what_it_has(tmp_path):

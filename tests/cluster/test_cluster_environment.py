@@ -34,8 +34,12 @@ def test_the_function_needs_nothing_of_ours_where_it_runs(monkeypatch):
     monkeypatch.delenv("AWS_PROFILE", raising=False)
     sent = cloudpickle.dumps(setting_function({"AWS_PROFILE": "me"}))
     code = f"import cloudpickle, os; cloudpickle.loads({sent!r})(); print(os.environ['AWS_PROFILE'])"
-    done = subprocess.run([sys.executable, "-S", "-c", f"import sys; sys.path = {sys.path[1:]!r}; "
-                           f"sys.modules['cluster'] = None; {code}"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path = {sys.path[1:]!r}; sys.modules['cluster'] = None; {code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.strip() == "me"
 
 
@@ -43,8 +47,9 @@ def test_a_job_runs_with_what_came_with_it(tmp_path):
     text, pad = seal({"LATTQE_S3_RETRY_SECONDS": "nonsense"})
     (tmp_path / PAD_FILE).write_bytes(pad)
     command = [sys.executable, "-m", "cluster.environment", "jobs.info", "s3://bucket/x", "--log-file", "log"]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {SEALED: text, "PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {SEALED: text, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert "LATTQE_S3_RETRY_SECONDS is 'nonsense'" in done.stderr
     assert '"job": "info"' in (tmp_path / "log").read_text()

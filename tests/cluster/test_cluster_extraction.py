@@ -10,6 +10,7 @@ from lattqe.errors import LattqeError
 @pytest.fixture
 def cluster(monkeypatch):
     """Pretend to be connected to nodes with these CPUs and GPUs."""
+
     def pretend(*nodes, dead=()):
         rows = [{"Alive": True, "Resources": {"CPU": float(cpus), "GPU": float(gpus)}} for cpus, gpus in nodes]
         rows += [{"Alive": False, "Resources": {"CPU": float(cpus)}} for cpus in dead]
@@ -19,18 +20,21 @@ def cluster(monkeypatch):
     return pretend
 
 
-@pytest.mark.parametrize(("nodes", "wanted", "expected"), [
-    ([(2, 0)], None, Workers(2, 1, 0)),  # a laptop: one thread each
-    ([(64, 0)], None, Workers(8, 8, 0)),  # a large machine: eight networks, not sixty-four
-    ([(64, 0), (16, 0)], None, Workers(40, 2, 0)),  # a worker fits on the smaller node
-    ([(8, 0)], 2, Workers(2, 4, 0)),
-    ([(8, 0), (8, 0)], 1, Workers(1, 8, 0)),  # no more than one node has
-    ([(2, 0)], 5, Workers(5, 1, 0)),  # refused later, by name, for there are not five CPUs
-    ([(16, 4), (16, 4)], None, Workers(8, 4, 1)),
-    ([(16, 4)], 2, Workers(2, 4, 1)),
-    ([(2, 1)], None, Workers(1, 2, 1)),
-    ([(0, 0), (4, 0)], None, Workers(4, 1, 0)),  # a head that takes no work
-])
+@pytest.mark.parametrize(
+    ("nodes", "wanted", "expected"),
+    [
+        ([(2, 0)], None, Workers(2, 1, 0)),  # a laptop: one thread each
+        ([(64, 0)], None, Workers(8, 8, 0)),  # a large machine: eight networks, not sixty-four
+        ([(64, 0), (16, 0)], None, Workers(40, 2, 0)),  # a worker fits on the smaller node
+        ([(8, 0)], 2, Workers(2, 4, 0)),
+        ([(8, 0), (8, 0)], 1, Workers(1, 8, 0)),  # no more than one node has
+        ([(2, 0)], 5, Workers(5, 1, 0)),  # refused later, by name, for there are not five CPUs
+        ([(16, 4), (16, 4)], None, Workers(8, 4, 1)),
+        ([(16, 4)], 2, Workers(2, 4, 1)),
+        ([(2, 1)], None, Workers(1, 2, 1)),
+        ([(0, 0), (4, 0)], None, Workers(4, 1, 0)),  # a head that takes no work
+    ],
+)
 def test_plan(cluster, nodes, wanted, expected):
     cluster(*nodes, dead=[32])
     assert plan_workers(wanted) == expected

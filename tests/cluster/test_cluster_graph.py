@@ -70,8 +70,9 @@ def assert_same(graph, expected):
 
 def test_any_cut_gives_the_same_bytes(local_ray, features, undisturbed, tmp_path):
     digests = set()
-    for number, (cut, workers) in enumerate([(cut_rows(900, 0, 1, 900), 1), (Cut((0, 1, 500, 899, 900), 4), 1),
-                                             (cut_rows(900, 0, 2, 128, exact=True), 2)]):
+    for number, (cut, workers) in enumerate(
+        [(cut_rows(900, 0, 1, 900), 1), (Cut((0, 1, 500, 899, 900), 4), 1), (cut_rows(900, 0, 2, 128, exact=True), 2)]
+    ):
         counted = []
         graph, summary = compute(GraphTask(features.uri, str(tmp_path / str(number)), K), cut, workers, counted.append)
         assert_same(graph, undisturbed)
@@ -114,6 +115,7 @@ def test_engines_and_kinds_of_products_give_the_same_bytes(local_ray, features, 
 
 def mortal_worker(fatal):
     """A worker that dies between its two writes, once for each file in `fatal`."""
+
     class MortalWorker(GraphWorker):
         def compare(self, a, b, seen_a, seen_b):
             marks = sorted(os.listdir(fatal))
@@ -215,9 +217,18 @@ def test_lists_are_named_by_what_they_have_seen(tmp_path):
     assert place.exists(file_name(1, 0b11))
 
 
-@pytest.mark.parametrize(("rows", "workers", "fit", "blocks"), [
-    (20_000, 1, 20_000, 1), (20_000, 2, 20_000, 4), (20_000, 3, 20_000, 10), (20_000, 2, 2_000, 10),
-    (1_000_000, 2, 1_000_000, 8), (1_000_000, 8, 1_000_000, 32), (700, 2, 700, 1)])
+@pytest.mark.parametrize(
+    ("rows", "workers", "fit", "blocks"),
+    [
+        (20_000, 1, 20_000, 1),
+        (20_000, 2, 20_000, 4),
+        (20_000, 3, 20_000, 10),
+        (20_000, 2, 2_000, 10),
+        (1_000_000, 2, 1_000_000, 8),
+        (1_000_000, 8, 1_000_000, 32),
+        (700, 2, 700, 1),
+    ],
+)
 def test_blocks_are_few_but_enough_for_the_workers(rows, workers, fit, blocks):
     cut = cut_rows(rows, 0, workers, fit)
     assert cut.blocks == blocks

@@ -41,8 +41,13 @@ class SecretServer(S3Server):
         return super().environment | {"AWS_ACCESS_KEY_ID": ACCESS, "AWS_SECRET_ACCESS_KEY": SECRET}
 
     def client(self, read_timeout=30):
-        return boto3.client("s3", endpoint_url=self.endpoint, aws_access_key_id=ACCESS, aws_secret_access_key=SECRET,
-                            region_name="us-east-1")
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=ACCESS,
+            aws_secret_access_key=SECRET,
+            region_name="us-east-1",
+        )
 
 
 def free_ports(count):
@@ -66,19 +71,40 @@ class Head(RayNode):
         self.folder, self.server, self.shown = Path(folder), server, []
         clean = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         self.environment = clean | {
-            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_worker_niceness": "0", "HOME": str(folder), "PATH": f"{BESIDE}:{os.environ['PATH']}"}
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": TOKEN,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
+            "HOME": str(folder),
+            "PATH": f"{BESIDE}:{os.environ['PATH']}",
+        }
 
     def begin(self):
         with open(self.home / "start.log", "wb") as log:
             self._process = subprocess.Popen(
-                [BESIDE / "ray", "start", "--head", "--block", f"--port={self.port}", "--num-cpus=2", "--num-gpus=0",
-                 f"--node-ip-address={self.address}", f"--dashboard-port={self.dashboard_port}",
-                 f"--temp-dir={self.home}/t", f"--metrics-export-port={self.metrics_port}",
-                 "--object-store-memory=100000000", f"--ray-client-server-port={self.client_port}",
-                 f"--dashboard-agent-listen-port={self.agent_port}",
-                 '--system-config={"metrics_report_interval_ms":500}'],
-                env=self.environment, start_new_session=True, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+                [
+                    BESIDE / "ray",
+                    "start",
+                    "--head",
+                    "--block",
+                    f"--port={self.port}",
+                    "--num-cpus=2",
+                    "--num-gpus=0",
+                    f"--node-ip-address={self.address}",
+                    f"--dashboard-port={self.dashboard_port}",
+                    f"--temp-dir={self.home}/t",
+                    f"--metrics-export-port={self.metrics_port}",
+                    "--object-store-memory=100000000",
+                    f"--ray-client-server-port={self.client_port}",
+                    f"--dashboard-agent-listen-port={self.agent_port}",
+                    '--system-config={"metrics_report_interval_ms":500}',
+                ],
+                env=self.environment,
+                start_new_session=True,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
         self._sessions.append(self._process.pid)
 
     def start(self):
@@ -97,8 +123,11 @@ class Head(RayNode):
 
     def jobs(self):
         """What the dashboard tells of all jobs."""
-        return urllib.request.urlopen(urllib.request.Request(
-            f"http://127.0.0.1:{self.dashboard_port}/api/jobs/", headers={"Authorization": f"Bearer {TOKEN}"})).read()
+        return urllib.request.urlopen(
+            urllib.request.Request(
+                f"http://127.0.0.1:{self.dashboard_port}/api/jobs/", headers={"Authorization": f"Bearer {TOKEN}"}
+            )
+        ).read()
 
     def wait(self, attempt, seconds=90):
         deadline = time.monotonic() + seconds
@@ -112,16 +141,29 @@ class Head(RayNode):
 
     def run(self, *words, **settings):
         """A job of ours as a program, with the keys in its environment alone."""
-        done = subprocess.run([sys.executable, "-m", "jobs.cli", *map(str, words)], capture_output=True, text=True,
-                              timeout=200, cwd=self.folder,
-                              env=self.environment | self.server.environment | settings)
+        done = subprocess.run(
+            [sys.executable, "-m", "jobs.cli", *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            cwd=self.folder,
+            env=self.environment | self.server.environment | settings,
+        )
         self.shown.append(done.stdout + done.stderr)
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
     def submit(self, *words, **settings):
-        return self.run("submit", "--address", f"http://127.0.0.1:{self.dashboard_port}", "--log-file",
-                        self.folder / "submit.jsonl", "--", *words, **settings)
+        return self.run(
+            "submit",
+            "--address",
+            f"http://127.0.0.1:{self.dashboard_port}",
+            "--log-file",
+            self.folder / "submit.jsonl",
+            "--",
+            *words,
+            **settings,
+        )
 
     def metrics(self):
         """{(name, kind): value}, over all shards and processes."""
@@ -162,8 +204,22 @@ def test_without_the_token_nobody_is_let_in(head):
 
 def test_a_submitted_job_writes_to_s3_and_is_counted(head, place):
     log = head.folder / "augment.jsonl"
-    done = head.submit("augment", f"{place}/features", "--method", "alphaqe", "--alpha", "3", "-k", "4", "--to",
-                       f"{place}/index", "--workers", "1", "--log-file", log)
+    done = head.submit(
+        "augment",
+        f"{place}/features",
+        "--method",
+        "alphaqe",
+        "--alpha",
+        "3",
+        "-k",
+        "4",
+        "--to",
+        f"{place}/index",
+        "--workers",
+        "1",
+        "--log-file",
+        log,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "augmented" in done.stdout, "the job's log is followed"
     manifest = json.load(head.server.client().get_object(Bucket=BUCKET, Key="head/index/manifest.json")["Body"])
@@ -187,17 +243,28 @@ def test_a_submitted_job_writes_to_s3_and_is_counted(head, place):
 
 
 def test_a_failing_job_gives_its_exit_code_and_its_line(head, place):
-    done = head.submit("augment", f"{place}/features", "--method", "aqe", "--to", f"{place}/refused", "--log-file",
-                       head.folder / "failed.jsonl", LATTQE_S3_RETRY_SECONDS="1", AWS_SECRET_ACCESS_KEY=WRONG_SECRET,
-                       AWS_SESSION_TOKEN=SESSION)
+    done = head.submit(
+        "augment",
+        f"{place}/features",
+        "--method",
+        "aqe",
+        "--to",
+        f"{place}/refused",
+        "--log-file",
+        head.folder / "failed.jsonl",
+        LATTQE_S3_RETRY_SECONDS="1",
+        AWS_SECRET_ACCESS_KEY=WRONG_SECRET,
+        AWS_SESSION_TOKEN=SESSION,
+    )
     assert done.returncode == 2
     assert "S3 refused the credentials" in done.stdout
     assert "S3 refused the credentials" in (head.folder / "failed.jsonl").read_text()
 
 
 def test_doctor_looks_at_every_node_and_writes_to_the_storage(head, place):
-    done = head.run("doctor", place, "--address", head.head_address, "--json", "--log-file",
-                    head.folder / "doctor.jsonl")
+    done = head.run(
+        "doctor", place, "--address", head.head_address, "--json", "--log-file", head.folder / "doctor.jsonl"
+    )
     told = json.loads(done.stdout)
     (node,) = told["nodes"]
     assert node["storage"] == "ok"
@@ -210,19 +277,30 @@ def test_no_credential_is_in_anything_that_was_written(head, place):
     """Runs last: over all that the tests above have left, and more failures."""
     wrong = head.run("info", "s3://no-such-bucket/features", "--log-file", head.folder / "failed.jsonl")
     assert "does not exist" in wrong.stderr
-    refused = head.run("info", f"s3://{ACCESS}:{SECRET}@{BUCKET}/features?token={SESSION}", "--log-file",
-                       head.folder / "failed.jsonl")
+    refused = head.run(
+        "info", f"s3://{ACCESS}:{SECRET}@{BUCKET}/features?token={SESSION}", "--log-file", head.folder / "failed.jsonl"
+    )
     assert refused.returncode == 2
     client = head.server.client()
     objects = [entry["Key"] for entry in client.list_objects_v2(Bucket=BUCKET, Prefix="head")["Contents"]]
     stored = b"".join(client.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in objects)
     assert any(key.endswith("manifest.json") for key in objects)
-    logs = [path for path in head.folder.rglob("*") if path.is_file() and "s3" not in path.parts
-            and path.suffix in (".log", ".out", ".err", ".jsonl", ".json", ".txt", ".pad", "")]
+    logs = [
+        path
+        for path in head.folder.rglob("*")
+        if path.is_file()
+        and "s3" not in path.parts
+        and path.suffix in (".log", ".out", ".err", ".jsonl", ".json", ".txt", ".pad", "")
+    ]
     assert any(path.name == "runtime_env_agent.log" for path in logs), "Ray's logs are among them"
     everything = stored + "".join(head.shown).encode() + b"".join(path.read_bytes() for path in logs)
     details = head.jobs()
-    for name, value in {"access key": ACCESS, "secret key": SECRET, "wrong key": WRONG_SECRET,
-                        "session token": SESSION, "Ray's token": TOKEN}.items():
+    for name, value in {
+        "access key": ACCESS,
+        "secret key": SECRET,
+        "wrong key": WRONG_SECRET,
+        "session token": SESSION,
+        "Ray's token": TOKEN,
+    }.items():
         found = [str(path) for path in logs if value.encode() in path.read_bytes()]
         assert value.encode() not in everything + details, f"the {name} is in {found or 'the storage or on the screen'}"

@@ -37,6 +37,7 @@ def dying_worker():
 
     Made in a function, so that Ray takes the class along: its workers know nothing of this file.
     """
+
     class DyingWorker(HopWorker):
         def run(self, item):
             try:
@@ -51,6 +52,7 @@ def dying_worker():
 
 def forgetful_worker():
     """A worker that finds, once for each hop, that the hop before is gone."""
+
     class ForgetfulWorker(HopWorker):
         def run(self, item):
             if item[0] == "hop" and not self.place.exists(f"_work/lost-{item[2]}"):

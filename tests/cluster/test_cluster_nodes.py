@@ -79,10 +79,17 @@ class Cluster:
     def run(self, *lines: str) -> subprocess.Popen[str]:
         """Jobs whose driver is on the head node."""
         head = self.nodes[0]
-        command = [*self.network.within(0), sys.executable, "-c", DRIVER, head.head_address,
-                   *(f"{line} --cache {CACHE} --workers 2 --json" for line in lines)]
-        self.jobs = subprocess.Popen(command, env=head.environment, text=True, stdout=subprocess.PIPE,
-                                     stderr=subprocess.PIPE)
+        command = [
+            *self.network.within(0),
+            sys.executable,
+            "-c",
+            DRIVER,
+            head.head_address,
+            *(f"{line} --cache {CACHE} --workers 2 --json" for line in lines),
+        ]
+        self.jobs = subprocess.Popen(
+            command, env=head.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         return self.jobs
 
     def cached(self, number: int) -> set[str]:
@@ -157,7 +164,8 @@ def test_a_node_cut_off_in_the_middle_comes_back_and_nothing_differs(cluster, ca
     jobs = cluster.run(
         f"neighbors {features.uri} -k {K} --block-rows 500 --to {base}/graph",
         f"augment {features.uri} --neighbors {base}/graph --method alphaqe --alpha 3 -k {K} --to {index.uri}",
-        f"search {index.uri} {queries.uri} -k {K} --to {base}/ranks")
+        f"search {index.uri} {queries.uri} -k {K} --to {base}/ranks",
+    )
     undisturbed(features, queries, f"{base}/undisturbed")
     wait_until(lambda: sum("_work/part-" in name for name in index.list()) >= PARTS_BEFORE, jobs, "the first parts")
     victim, graph = cluster.nodes[2], NeighborGraph.open(f"{base}/graph")
@@ -176,7 +184,8 @@ def test_a_node_cut_off_in_the_middle_comes_back_and_nothing_differs(cluster, ca
 
     for name in ("graph", "index", "ranks"):
         assert parts(f"{base}/{name}") == parts(f"{base}/undisturbed/{name}"), name
-        assert read_manifest(open_place(f"{base}/{name}")).digest \
-            == read_manifest(open_place(f"{base}/undisturbed/{name}")).digest, name
+        assert (
+            read_manifest(open_place(f"{base}/{name}")).digest
+            == read_manifest(open_place(f"{base}/undisturbed/{name}")).digest
+        ), name
     assert not [name for name in index.list() if name.startswith("_work/")]
-

@@ -41,6 +41,7 @@ def features(tmp_path_factory):
 
 def witness(folder, wait_for_nodes):
     """A worker that notes its node, and whether it was given a GPU, and waits until enough nodes have a worker."""
+
     class Witness(GraphWorker):
         def __init__(self, task, cut):
             super().__init__(task, cut)
@@ -64,8 +65,14 @@ def notes(folder, word):
 def compute(task, plan, cut, **options):
     pending = begin_graph(task)
     cut = agree_on_cut(pending.place, cut)
-    run_graph(replace(task, threads=plan.threads, kind=plan.kind), cut, plan.workers, lambda _: None,
-              resources=plan.resources, **options)
+    run_graph(
+        replace(task, threads=plan.threads, kind=plan.kind),
+        cut,
+        plan.workers,
+        lambda _: None,
+        resources=plan.resources,
+        **options,
+    )
     pending.finish()
     return NeighborGraph.open(task.to).read()
 
@@ -131,8 +138,9 @@ def test_a_node_that_joins_late_gets_work(cluster, features, tmp_path, monkeypat
         assert plan.grows
         assert not plan_graph(task, 1).grows, "so many workers as were asked for"
         cluster.add_node(num_cpus=1)  # the first worker waits until there is another one
-        found = compute(task, plan, cut_rows(ROWS, 0, 4, 100), grows=True,
-                        policy=BlockPolicy(window=1, room_seconds=0.0))
+        found = compute(
+            task, plan, cut_rows(ROWS, 0, 4, 100), grows=True, policy=BlockPolicy(window=1, room_seconds=0.0)
+        )
     assert len({node for node, *_ in notes(folder, "worked")}) == 2
     np.testing.assert_array_equal(found[0], knn_graph(features.read(), K)[0])
 

@@ -15,8 +15,10 @@ from lattqe.errors import LattqeError
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere.invalid:6379", "ray://127.0.0.1:1", "rubbish", "a:999999"])
 def test_an_address_that_does_not_answer(address):
-    with pytest.raises(LattqeError, match=r"no Ray cluster answers at|is not the address of a Ray cluster") as told, \
-            ray_session(address):
+    with (
+        pytest.raises(LattqeError, match=r"no Ray cluster answers at|is not the address of a Ray cluster") as told,
+        ray_session(address),
+    ):
         pass
     assert "\n" not in str(told.value)
 
@@ -30,8 +32,10 @@ def test_a_ray_that_cannot_start(monkeypatch):
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("cluster.session.ray.init", fail)
-    with pytest.raises(LattqeError, match=r"could not start on this machine \(The current node timed out") as told, \
-            ray_session():
+    with (
+        pytest.raises(LattqeError, match=r"could not start on this machine \(The current node timed out") as told,
+        ray_session(),
+    ):
         pass
     assert "\n" not in str(told.value)
     assert len(tries) == 3, "a crowded machine gets another try"
@@ -66,8 +70,11 @@ def listening(pids):
             links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
         except OSError:
             continue
-        found += [waiting[match[1]] for link in links
-                  if (match := re.match(r"socket:\[(\d+)\]", link)) and match[1] in waiting]
+        found += [
+            waiting[match[1]]
+            for link in links
+            if (match := re.match(r"socket:\[(\d+)\]", link)) and match[1] in waiting
+        ]
     return found
 
 

@@ -84,11 +84,17 @@ def test_distractors_follow_the_database(photos, shards):
 def test_pieces_cover_all_rows_once():
     pieces = [piece for cut in ((0, 3), (3, 9), (9, 12)) for piece in cut_pieces([("a", 5), ("b", 1), ("c", 6)], *cut)]
     assert [(piece.uri, piece.start, piece.stop) for piece in pieces] == [
-        ("a", 0, 3), ("a", 3, 5), ("b", 0, 1), ("c", 0, 3), ("c", 3, 6)]
+        ("a", 0, 3),
+        ("a", 3, 5),
+        ("b", 0, 1),
+        ("c", 0, 3),
+        ("c", 3, 6),
+    ]
 
 
 def mortal_shard():
     """A class that Ray sends to its workers whole, because it is not in an importable module."""
+
     class MortalShard(Shard):
         """Kills its process in its second search, as often as there are files to remove."""
 

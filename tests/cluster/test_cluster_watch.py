@@ -34,8 +34,13 @@ def test_a_training_is_counted_from_where_it_began(monkeypatch):
     counters, shown = MagicMock(job="1"), []
     monkeypatch.setattr(metrics, "metrics", lambda: counters)
     show = _counting(shown.append, batch=64)
-    for standing in (Standing(0), Standing(100, starts=1), Standing(103, starts=1), Standing(101, starts=2),
-                     Standing(105, starts=2)):
+    for standing in (
+        Standing(0),
+        Standing(100, starts=1),
+        Standing(103, starts=1),
+        Standing(101, starts=2),
+        Standing(105, starts=2),
+    ):
         show(standing)
     assert sum(call.args[0] for call in counters.blocks.inc.call_args_list) == 5, "updates 101 to 105"
     assert sum(call.args[0] for call in counters.rows.inc.call_args_list) == 5 * 64

@@ -39,7 +39,11 @@ def test_reads_pickles_and_json_alike(tmp_path, protocol):
     save_gnd(tmp_path / "gnd.json", revisited)
     again = load_gnd(tmp_path / "gnd.json")
     assert (again.imlist, again.qimlist, again.gnd, again.boxes) == (
-        revisited.imlist, revisited.qimlist, revisited.gnd, revisited.boxes)
+        revisited.imlist,
+        revisited.qimlist,
+        revisited.gnd,
+        revisited.boxes,
+    )
     np.testing.assert_array_equal(again.truth.graded.rows, [0, 1, 3, 2])
 
 

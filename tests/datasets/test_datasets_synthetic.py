@@ -75,8 +75,9 @@ def test_sizes_are_heavy_tailed_and_the_same_for_every_seed():
     assert np.sort(train)[-len(train) // 10 :].sum() > 0.5 * train.sum()
     oxford, paris = (SyntheticWorld(seed=seed).split(name) for seed, name in ((1, "oxford"), (2, "paris")))
     assert (oxford.rows, oxford.queries, paris.rows, paris.queries) == (3637, 70, 4012, 70)
-    np.testing.assert_array_equal(np.sort(np.unique(oxford.labels(), return_counts=True)[1][1:]),
-                                  np.sort(landmark_sizes(PLANS["oxford"])))
+    np.testing.assert_array_equal(
+        np.sort(np.unique(oxford.labels(), return_counts=True)[1][1:]), np.sort(landmark_sizes(PLANS["oxford"]))
+    )
 
 
 def test_truth_equals_plain_loops():
@@ -120,7 +121,7 @@ def test_views_form_chains(world):
     """Near views are alike, far ends of a landmark hardly more than strangers, and steps of near views join them."""
     split = world.split("paris")
     views, labels, vectors = split._all_views(), split.labels(), split.vectors()
-    landmark = max(set(labels) - {-1}, key=lambda label: (split._landmarks.count[label % 10_000_000]))
+    landmark = max(set(labels) - {-1}, key=lambda label: split._landmarks.count[label % 10_000_000])
     rows = np.flatnonzero(labels == landmark)
     place = (views.seen[rows] * np.arange(views.seen.shape[1])).sum(axis=1) / views.seen[rows].sum(axis=1)
     rows = rows[np.argsort(place)]

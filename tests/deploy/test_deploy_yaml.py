@@ -53,8 +53,9 @@ def test_ray_makes_no_security_group_of_its_own(aws):
 
 
 def test_rights_come_from_profiles_and_no_keys_are_in_the_file(aws):
-    profiles = {name: kind["node_config"]["IamInstanceProfile"]["Name"]
-                for name, kind in aws["available_node_types"].items()}
+    profiles = {
+        name: kind["node_config"]["IamInstanceProfile"]["Name"] for name, kind in aws["available_node_types"].items()
+    }
     assert profiles.pop("head") not in profiles.values(), "workers may not start instances"
     for kind in aws["available_node_types"].values():
         assert kind["node_config"]["MetadataOptions"]["HttpTokens"] == "required"
@@ -65,8 +66,12 @@ def test_rights_come_from_profiles_and_no_keys_are_in_the_file(aws):
 
 
 def test_every_process_of_the_cluster_asks_for_the_token(aws):
-    starts = [line for name in ("head_start_ray_commands", "worker_start_ray_commands") for line in aws[name]
-              if "ray start" in line]
+    starts = [
+        line
+        for name in ("head_start_ray_commands", "worker_start_ray_commands")
+        for line in aws[name]
+        if "ray start" in line
+    ]
     assert len(starts) == 2
     assert all(line.startswith("RAY_AUTH_MODE=token ") for line in starts)
     assert "--env RAY_AUTH_MODE=token" in aws["docker"]["run_options"]

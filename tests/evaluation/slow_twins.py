@@ -22,8 +22,10 @@ class SlowIndex:
         lists = [self.order(x)[:k] for x in xq]
         scores = [[self.one_score(x, row) for row in rows] for x, rows in zip(xq, lists)]
         width = min(k, self.rows)
-        return (np.array(scores, dtype=np.float32).reshape(len(xq), width),
-                np.array(lists, dtype=np.int32).reshape(len(xq), width))
+        return (
+            np.array(scores, dtype=np.float32).reshape(len(xq), width),
+            np.array(lists, dtype=np.int32).reshape(len(xq), width),
+        )
 
     def score(self, xq, rows):
         return np.array([[self.one_score(x, row) if row >= 0 else 0.0 for row in mine] for x, mine in zip(xq, rows)])

@@ -20,11 +20,21 @@ def graded_world(draw):
     """A database of 1..12 rows, queries with any grading (all junk, nothing at all...), and full rankings."""
     rows = draw(st.integers(1, 12))
     queries = draw(st.integers(1, 4))
-    grades = draw(st.lists(st.lists(st.sampled_from([EASY, HARD, JUNK, UNGRADED]), min_size=rows, max_size=rows),
-                           min_size=queries, max_size=queries))
+    grades = draw(
+        st.lists(
+            st.lists(st.sampled_from([EASY, HARD, JUNK, UNGRADED]), min_size=rows, max_size=rows),
+            min_size=queries,
+            max_size=queries,
+        )
+    )
     rankings = [draw(st.permutations(range(rows))) for _ in range(queries)]
-    gnd = [{name: [row for row in range(rows) if mine[row] == grade]
-            for name, grade in (("easy", EASY), ("hard", HARD), ("junk", JUNK))} for mine in grades]
+    gnd = [
+        {
+            name: [row for row in range(rows) if mine[row] == grade]
+            for name, grade in (("easy", EASY), ("hard", HARD), ("junk", JUNK))
+        }
+        for mine in grades
+    ]
     return rows, gnd, np.array(rankings)
 
 

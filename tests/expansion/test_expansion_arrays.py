@@ -136,8 +136,9 @@ def test_half_precision_vectors_are_taken():
 
 def test_the_number_of_neighbors_by_default(tmp_path):
     xb = vectors(100, 16, 0, False)
-    np.testing.assert_array_equal(lattqe.expand(xb[:3], xb, "alphaqe"),
-                                  lattqe.expand(xb[:3], xb, "alphaqe", k=72, alpha=3.0))
+    np.testing.assert_array_equal(
+        lattqe.expand(xb[:3], xb, "alphaqe"), lattqe.expand(xb[:3], xb, "alphaqe", k=72, alpha=3.0)
+    )
     np.testing.assert_array_equal(lattqe.augment(xb, "alphaqe"), lattqe.augment(xb, "alphaqe", k=36))
     model = network(max_k=20)
     assert create("lattqe", model=model).suggested_k(dba=True) == 20

@@ -132,16 +132,19 @@ def test_propagation_leaves_what_has_no_neighbors_or_cancels() -> None:
     np.testing.assert_array_equal(Propagation(k=1, hops=1, alpha=0.5).augment(GraphRows(opposite)), opposite)
 
 
-@pytest.mark.parametrize(("make", "words"), [
-    (lambda: Diffusion(alpha=1.0), "diffusion: alpha is 1.0: use a share from 0 to below 1"),
-    (lambda: Diffusion(alpha=float("nan")), "alpha is nan"),
-    (lambda: Diffusion(kq=0), "kq is 0: use a whole number from 1"),
-    (lambda: Diffusion(gamma=-1.0), "gamma is -1.0"),
-    (lambda: OfflineDiffusion(truncation=0), "offline-diffusion: truncation is 0"),
-    (lambda: Propagation(hops=0), "hops is 0: use a whole number from 1"),
-    (lambda: Propagation(hops=1000), "hops is 1000"),
-    (lambda: Propagation(alpha=1.5), "the share of the neighbors is 1.5"),
-])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Diffusion(alpha=1.0), "diffusion: alpha is 1.0: use a share from 0 to below 1"),
+        (lambda: Diffusion(alpha=float("nan")), "alpha is nan"),
+        (lambda: Diffusion(kq=0), "kq is 0: use a whole number from 1"),
+        (lambda: Diffusion(gamma=-1.0), "gamma is -1.0"),
+        (lambda: OfflineDiffusion(truncation=0), "offline-diffusion: truncation is 0"),
+        (lambda: Propagation(hops=0), "hops is 0: use a whole number from 1"),
+        (lambda: Propagation(hops=1000), "hops is 1000"),
+        (lambda: Propagation(alpha=1.5), "the share of the neighbors is 1.5"),
+    ],
+)
 def test_bad_parameters_are_refused_in_one_line(make, words: str) -> None:
     with pytest.raises(LattqeError, match=words):
         make()

@@ -16,8 +16,22 @@ K = 6
 
 def network(gated):
     torch.manual_seed(0)
-    made = LAttQE(LAttQEConfig(dim=16, relational=True, gated=gated, visual=False, background=20, max_k=12, layers=2,
-                               heads=2, width=16, ffn=32, relation_bias=True, temperature_start=1.0))
+    made = LAttQE(
+        LAttQEConfig(
+            dim=16,
+            relational=True,
+            gated=gated,
+            visual=False,
+            background=20,
+            max_k=12,
+            layers=2,
+            heads=2,
+            width=16,
+            ffn=32,
+            relation_bias=True,
+            temperature_start=1.0,
+        )
+    )
     with torch.no_grad():  # heads start at zero: weights must say something of the lists
         for parameter in made.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -7,8 +7,16 @@ import torch
 
 from lattqe.extraction.resnet import RetrievalNet
 
-META = {"architecture": "resnet50", "local_whitening": False, "pooling": "gem", "regional": False, "whitening": True,
-        "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "outputdim": 2048}
+META = {
+    "architecture": "resnet50",
+    "local_whitening": False,
+    "pooling": "gem",
+    "regional": False,
+    "whitening": True,
+    "mean": [0.485, 0.456, 0.406],
+    "std": [0.229, 0.224, 0.225],
+    "outputdim": 2048,
+}
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +35,7 @@ def network():
 @pytest.fixture(scope="session")
 def published(network):
     """Bytes of a network file, as cnnimageretrieval-pytorch saves it: published(state=..., **changes of meta)."""
+
     def save(state=None, legacy=False, **changes):
         file = io.BytesIO()
         content = {"meta": {**META, **changes}, "state_dict": state if state is not None else network.state_dict()}

@@ -191,12 +191,15 @@ def test_open_clip(tmp_path):
     assert (opened.mean, opened.std) == (tuple(config["mean"]), tuple(config["std"]))
 
 
-@pytest.mark.parametrize(("model", "pool", "message"), [
-    ("timm:no_such_network", "auto", "timm:no_such_network cannot be made"),
-    ("timm:resnet18", "cls", "has no CLS token"),
-    ("timm:resnet34", "auto", "are not the weights of timm:resnet34: it lacks"),
-    ("timm:resnet18", "sum", "--pool 'sum' is not known"),
-])
+@pytest.mark.parametrize(
+    ("model", "pool", "message"),
+    [
+        ("timm:no_such_network", "auto", "timm:no_such_network cannot be made"),
+        ("timm:resnet18", "cls", "has no CLS token"),
+        ("timm:resnet34", "auto", "are not the weights of timm:resnet34: it lacks"),
+        ("timm:resnet18", "sum", "--pool 'sum' is not known"),
+    ],
+)
 def test_wrong_names_poolings_and_weights_are_refused(tmp_path, model, pool, message):
     timm = package("timm")
     weights = saved(timm.create_model("resnet18", pretrained=False), tmp_path / "weights.safetensors")
@@ -216,8 +219,10 @@ def test_nothing_is_downloaded():
 
 
 def test_weight_files_that_are_none(tmp_path):
-    for name, content, message in (("a.safetensors", b"nothing", "not a readable safetensors file"),
-                                   ("a.pth", b"nothing", "refused, it is not a file of plain tensors")):
+    for name, content, message in (
+        ("a.safetensors", b"nothing", "not a readable safetensors file"),
+        ("a.pth", b"nothing", "refused, it is not a file of plain tensors"),
+    ):
         with pytest.raises(LattqeError, match=message):
             read_state(content, name)
     file = io.BytesIO()

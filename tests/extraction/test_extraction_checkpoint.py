@@ -36,8 +36,11 @@ def test_training_checkpoint_with_other_entries(network, published):
 def test_numpy_in_meta_is_read(published):
     mean_vector = np.arange(4, dtype=np.float32).reshape(4, 1)
     projection = np.asfortranarray(np.arange(12, dtype=">f8").reshape(3, 4))
-    data = published(mean=np.array([0.4, 0.5, 0.6]), outputdim=np.int64(2048),
-                     Lw={"retrieval-SfM-120k": {"ms": {"m": mean_vector, "P": projection}}})
+    data = published(
+        mean=np.array([0.4, 0.5, 0.6]),
+        outputdim=np.int64(2048),
+        Lw={"retrieval-SfM-120k": {"ms": {"m": mean_vector, "P": projection}}},
+    )
     checkpoint = read_checkpoint(data, "net.pth")
     assert checkpoint.mean == (0.4, 0.5, 0.6)
     found = checkpoint.post_whitening["retrieval-SfM-120k"]["ms"]
@@ -80,13 +83,19 @@ def test_bare_convolutions(network, names):
     assert built.pool.p.item() == 3.0
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda s: s.pop("features.5.2.conv2.weight"), "'features.5.2.conv2.weight' is missing"),
-    (lambda s: s.update({"lwhiten.weight": torch.zeros(1)}), "'lwhiten.weight' is unexpected"),
-    (lambda s: s.update({"whiten.bias": torch.zeros(512)}), r"'whiten.bias' has shape \(512,\), expected \(2048,\)"),
-    (lambda s: s.update({"pool.p": torch.tensor([float("nan")])}), "'pool.p' holds NaN or infinity"),
-    (lambda s: s.update({"pool.p": "three"}), r"'pool.p' has shape None"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("features.5.2.conv2.weight"), "'features.5.2.conv2.weight' is missing"),
+        (lambda s: s.update({"lwhiten.weight": torch.zeros(1)}), "'lwhiten.weight' is unexpected"),
+        (
+            lambda s: s.update({"whiten.bias": torch.zeros(512)}),
+            r"'whiten.bias' has shape \(512,\), expected \(2048,\)",
+        ),
+        (lambda s: s.update({"pool.p": torch.tensor([float("nan")])}), "'pool.p' holds NaN or infinity"),
+        (lambda s: s.update({"pool.p": "three"}), r"'pool.p' has shape None"),
+    ],
+)
 def test_wrong_keys_are_refused_by_name(network, published, change, message):
     state = dict(network.state_dict())
     change(state)
@@ -94,16 +103,19 @@ def test_wrong_keys_are_refused_by_name(network, published, change, message):
         read_checkpoint(published(state), "net.pth")
 
 
-@pytest.mark.parametrize(("meta", "message"), [
-    ({"architecture": "vgg16"}, "'vgg16' is not known"),
-    ({"architecture": "resnet101"}, r"not a resnet101 .*'features.6.6.conv1.weight' is missing"),
-    ({"pooling": "rmac"}, "pooling = 'rmac', and only 'gem'"),
-    ({"regional": True}, "regional = True"),
-    ({"local_whitening": True}, "local_whitening = True"),
-    ({"whitening": False}, "'whiten.weight' is unexpected"),
-    ({"mean": [0.5, 0.5]}, r"mean = \[0.5, 0.5\]"),
-    ({"std": [0.2, 0.2, 0.0]}, "std"),
-])
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"architecture": "vgg16"}, "'vgg16' is not known"),
+        ({"architecture": "resnet101"}, r"not a resnet101 .*'features.6.6.conv1.weight' is missing"),
+        ({"pooling": "rmac"}, "pooling = 'rmac', and only 'gem'"),
+        ({"regional": True}, "regional = True"),
+        ({"local_whitening": True}, "local_whitening = True"),
+        ({"whitening": False}, "'whiten.weight' is unexpected"),
+        ({"mean": [0.5, 0.5]}, r"mean = \[0.5, 0.5\]"),
+        ({"std": [0.2, 0.2, 0.0]}, "std"),
+    ],
+)
 def test_wrong_meta_is_refused_by_value(published, meta, message):
     with pytest.raises(LattqeError, match=message):
         read_checkpoint(published(None if "missing" in message or "unexpected" in message else {}, **meta), "net.pth")
@@ -134,8 +146,10 @@ class ForgedArray:
 @pytest.mark.parametrize("where", ["meta", "state", "top"])
 def test_hostile_file_runs_nothing(tmp_path, where, legacy):
     canary = tmp_path / "canary"
-    content = {"meta": {"mean": Touch(canary)} if where == "meta" else {},
-               "state_dict": {"pool.p": Touch(canary)} if where == "state" else {}}
+    content = {
+        "meta": {"mean": Touch(canary)} if where == "meta" else {},
+        "state_dict": {"pool.p": Touch(canary)} if where == "state" else {},
+    }
     data = bytes_of(Touch(canary) if where == "top" else content, _use_new_zipfile_serialization=not legacy)
     with pytest.raises(LattqeError, match=r"refused.*(posix|nt)\.system"):
         read_checkpoint(data, "evil.pth")
@@ -160,7 +174,7 @@ def test_garbage_is_refused(data):
 def test_truncated_file_is_refused(published):
     data = published()
     with pytest.raises(LattqeError, match="refused"):
-        read_checkpoint(data[:len(data) // 2], "net.pth")
+        read_checkpoint(data[: len(data) // 2], "net.pth")
 
 
 def test_unknown_layout_names_its_keys():

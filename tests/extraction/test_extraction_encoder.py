@@ -104,10 +104,15 @@ def test_hooks_are_found_in_modules_packages_and_the_current_folder(tmp_path, mo
     assert encoder.output_dim(8) == 3
 
 
-@pytest.mark.parametrize(("hook", "message"), [
-    ("no_such_module:make", "ModuleNotFoundError"), (f"{HERE}:nothing", "AttributeError"), (HERE, "AttributeError"),
-    (f"{HERE}:make_number", "gave a int, which cannot be called"),
-])
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("no_such_module:make", "ModuleNotFoundError"),
+        (f"{HERE}:nothing", "AttributeError"),
+        (HERE, "AttributeError"),
+        (f"{HERE}:make_number", "gave a int, which cannot be called"),
+    ],
+)
 def test_wrong_hooks_are_named(hook, message):
     with pytest.raises(LattqeError, match=message):
         open_encoder(EncoderSpec(hook=hook), CPU)

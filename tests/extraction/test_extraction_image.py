@@ -104,9 +104,16 @@ def test_animation_gives_its_first_frame(format):
     np.testing.assert_array_equal(decode(data, FULL)[4, 4], [255, 0, 0])
 
 
-ROTATIONS = {1: lambda a: a, 2: np.fliplr, 3: lambda a: np.rot90(a, 2), 4: np.flipud,
-             5: lambda a: a.transpose(1, 0, 2), 6: lambda a: np.rot90(a, -1),
-             7: lambda a: np.rot90(a, 2).transpose(1, 0, 2), 8: np.rot90}
+ROTATIONS = {
+    1: lambda a: a,
+    2: np.fliplr,
+    3: lambda a: np.rot90(a, 2),
+    4: np.flipud,
+    5: lambda a: a.transpose(1, 0, 2),
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: np.rot90(a, 2).transpose(1, 0, 2),
+    8: np.rot90,
+}
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -144,7 +151,7 @@ def test_scaling_against_thumbnail(size, limit):
 def test_crop_at_the_scale_of_the_full_image(photo, box, limit):
     """Crop by hand, then shrink the crop's long side to limit × crop / full, as the published pipeline does."""
     x1, y1, x2, y2 = (round(corner) for corner in box)
-    cut = Image.fromarray(np.asarray(photo)[max(y1, 0):min(y2, 40), max(x1, 0):min(x2, 60)])
+    cut = Image.fromarray(np.asarray(photo)[max(y1, 0) : min(y2, 40), max(x1, 0) : min(x2, 60)])
     side = math.floor(limit * max(cut.size) / 60)
     cut.thumbnail((side, side), Image.Resampling.LANCZOS, reducing_gap=None)
     np.testing.assert_array_equal(decode(encoded(photo), Framing(size=limit), box), np.asarray(cut))
@@ -172,6 +179,7 @@ def test_central_square(photo):
 
 def png_header(width, height):
     """A PNG that promises width × height grey pixels and holds a few bytes of them."""
+
     def chunk(name, data):
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
@@ -184,8 +192,9 @@ def bmp_header(width, height):
     return b"BM" + struct.pack("<IHHIIiiHHIIiiII", 64, 0, 0, 54, 40, width, height, 1, 24, 0, 0, 0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("data", [png_header(50_000, 50_000), bmp_header(40_000, 40_000), png_header(9_435, 9_434),
-                                  b"P5 60000 60000 255\n"])
+@pytest.mark.parametrize(
+    "data", [png_header(50_000, 50_000), bmp_header(40_000, 40_000), png_header(9_435, 9_434), b"P5 60000 60000 255\n"]
+)
 def test_bombs_are_refused_by_their_header(data):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(BadImage, match="too large"):
@@ -195,6 +204,7 @@ def test_bombs_are_refused_by_their_header(data):
 
 def png_with_bomb(name, prefix):
     """A sound 1 × 1 PNG with a chunk of 64 KiB that inflates to 64 MiB."""
+
     def chunk(name, data):
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
@@ -206,15 +216,32 @@ def png_with_bomb(name, prefix):
 
 def tiff_with_tiles(side):
     """A TIFF of 16 × 16 pixels whose header promises one tile of side × side."""
-    values = [(256, 4, 16), (257, 4, 16), (258, 3, 8), (259, 3, 8), (262, 3, 1), (277, 3, 1), (322, 4, side),
-              (323, 4, side), (324, 4, 200), (325, 4, 1000)]
+    values = [
+        (256, 4, 16),
+        (257, 4, 16),
+        (258, 3, 8),
+        (259, 3, 8),
+        (262, 3, 1),
+        (277, 3, 1),
+        (322, 4, side),
+        (323, 4, side),
+        (324, 4, 200),
+        (325, 4, 1000),
+    ]
     entries = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in values)
     head = b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(values)) + entries + b"\0" * 4
     return head.ljust(200, b"\0") + zlib.compress(b"\0" * (1 << 20))
 
 
-@pytest.mark.parametrize("data", [png_with_bomb(b"zTXt", b"title\0\0"), png_with_bomb(b"iTXt", b"title\0\1\0\0\0"),
-                                  png_with_bomb(b"iCCP", b"profile\0\0"), tiff_with_tiles(65_536)])
+@pytest.mark.parametrize(
+    "data",
+    [
+        png_with_bomb(b"zTXt", b"title\0\0"),
+        png_with_bomb(b"iTXt", b"title\0\1\0\0\0"),
+        png_with_bomb(b"iCCP", b"profile\0\0"),
+        tiff_with_tiles(65_536),
+    ],
+)
 def test_bombs_beside_the_pixels(data):
     """Text, profiles and tiles that inflate a thousandfold: a picture or a reason, and little memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -234,15 +261,21 @@ def test_limit_of_pixels_is_the_users(photo):
 def test_truncated_files_are_refused(photo, format, kept):
     data = encoded(photo, format)
     with pytest.raises(BadImage):
-        decode(data[:int(len(data) * kept)], FULL)
+        decode(data[: int(len(data) * kept)], FULL)
 
 
-@pytest.mark.parametrize(("data", "reason"), [
-    (b"", "empty file"), (b"hello, world", "not an image"), (b"\0" * 5000, "not an image"),
-    (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not an image"), (b"%PDF-1.7\n", "not an image"),
-    (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "not an image"),
-    (b"\xff\xd8\xff\xe0", "not an image|decoded"),
-])
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty file"),
+        (b"hello, world", "not an image"),
+        (b"\0" * 5000, "not an image"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not an image"),
+        (b"%PDF-1.7\n", "not an image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "not an image"),
+        (b"\xff\xd8\xff\xe0", "not an image|decoded"),
+    ],
+)
 def test_what_is_no_image_says_so(data, reason):
     with pytest.raises(BadImage, match=reason):
         decode(data, FULL)

@@ -21,8 +21,9 @@ def slow_bilinear(image, height, width):
             top, left = int(y), int(x)
             bottom, right = min(top + 1, old_height - 1), min(left + 1, old_width - 1)
             fy, fx = y - top, x - left
-            out[:, i, j] = ((1 - fy) * ((1 - fx) * image[:, top, left] + fx * image[:, top, right])
-                            + fy * ((1 - fx) * image[:, bottom, left] + fx * image[:, bottom, right]))
+            out[:, i, j] = (1 - fy) * ((1 - fx) * image[:, top, left] + fx * image[:, top, right]) + fy * (
+                (1 - fx) * image[:, bottom, left] + fx * image[:, bottom, right]
+            )
     return out
 
 
@@ -42,15 +43,18 @@ def test_one_pixel_stays_one():
 @pytest.mark.parametrize("power", [1.0, 2.92])
 def test_aggregate_against_the_loop(power):
     """(mean over scales of v^power)^(1/power), then L2."""
+
     def encode(images):
-        return torch.stack([images.abs().mean(dim=(1, 2, 3)), images.abs().amax(dim=(1, 2, 3)),
-                            images.square().mean(dim=(1, 2, 3))], dim=1)
+        return torch.stack(
+            [images.abs().mean(dim=(1, 2, 3)), images.abs().amax(dim=(1, 2, 3)), images.square().mean(dim=(1, 2, 3))],
+            dim=1,
+        )
 
     images = torch.randn(2, 3, 20, 14, generator=torch.Generator().manual_seed(0))
     scales = (1.0, 1 / math.sqrt(2), math.sqrt(2))
     out = describe(encode, images, scales, power).numpy()
     for row in range(2):
-        at_scales = [encode(rescale(images[row:row + 1], scale))[0].tolist() for scale in scales]
+        at_scales = [encode(rescale(images[row : row + 1], scale))[0].tolist() for scale in scales]
         mean = [(sum(vector[i] ** power for vector in at_scales) / 3) ** (1 / power) for i in range(3)]
         np.testing.assert_allclose(out[row], np.array(mean) / math.hypot(*mean), rtol=1e-5)
 

@@ -136,7 +136,10 @@ def test_encoders_faults_are_reasons(folder):
 
     block = describer(folder, encoder=encoder(picky)).describe(entries()[:3])
     assert [reason.split(":")[0] for reason in block.reasons] == [
-        "the encoder gives NaN or infinity", "refused by the encoder", "the encoder gives a zero vector"]
+        "the encoder gives NaN or infinity",
+        "refused by the encoder",
+        "the encoder gives a zero vector",
+    ]
     assert not block.vectors.any()
 
 
@@ -203,8 +206,7 @@ def test_what_is_no_regular_file_is_a_reason_and_never_waited_for(folder):
             listener.bind("socket.png")
         finally:
             os.chdir(here)
-    strange = [ImageEntry(name, f"{name}.png", size) for name in ("pipe", "device", "socket")
-               for size in (-1, 0)]
+    strange = [ImageEntry(name, f"{name}.png", size) for name in ("pipe", "device", "socket") for size in (-1, 0)]
     block = describer(folder).describe([*strange, *entries()[:2]])
     assert set(block.reasons[:6]) == {"not a regular file but a pipe, socket or device"}
     assert block.reasons[6:] == ["", ""]

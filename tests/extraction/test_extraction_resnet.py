@@ -32,10 +32,12 @@ def randomised(architecture, whitening=True, seed=0):
 
 def plain_steps(state, architecture, x):
     """The forward pass written out with functions, as (name, activation) after every step."""
+
     def conv_bn(x, conv, bn, stride=1, padding=0):
         x = F.conv2d(x, state[f"{conv}.weight"], stride=stride, padding=padding)
-        mean, variance, gain, bias = (state[f"{bn}.{name}"].view(1, -1, 1, 1)
-                                      for name in ("running_mean", "running_var", "weight", "bias"))
+        mean, variance, gain, bias = (
+            state[f"{bn}.{name}"].view(1, -1, 1, 1) for name in ("running_mean", "running_var", "weight", "bias")
+        )
         return (x - mean) / torch.sqrt(variance + 1e-5) * gain + bias
 
     x = F.relu(conv_bn(x, "features.0", "features.1", stride=2, padding=3))
@@ -64,8 +66,9 @@ def plain_steps(state, architecture, x):
     yield "", x
 
 
-@pytest.mark.parametrize(("architecture", "size"),
-                         [("resnet50", (65, 97)), ("resnet101", (33, 64)), ("resnet152", (32, 32))])
+@pytest.mark.parametrize(
+    ("architecture", "size"), [("resnet50", (65, 97)), ("resnet101", (33, 64)), ("resnet152", (32, 32))]
+)
 def test_forward_equals_the_plain_one_layer_by_layer(architecture, size):
     network = randomised(architecture)
     seen = {}

@@ -64,9 +64,10 @@ def test_list_file_with_a_root(tmp_path):
         list_images(str(tmp_path / "pictures"), root=str(tmp_path))
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (b"a.jpg\nb.jpg\na.jpg\n", "'a.jpg' is listed twice"), (b"\n\n", "lists no images"), (b"\xff\xfe", "not a UTF-8"),
-])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"a.jpg\nb.jpg\na.jpg\n", "'a.jpg' is listed twice"), (b"\n\n", "lists no images"), (b"\xff\xfe", "not a UTF-8")],
+)
 def test_wrong_lists_are_refused(tmp_path, content, message):
     (tmp_path / "list.txt").write_bytes(content)
     with pytest.raises(LattqeError, match=message):
@@ -88,8 +89,12 @@ def test_digest_tells_what_matters(tmp_path):
     entries = [ImageEntry("a", "a", 3), ImageEntry("b", "b", 4, (1.0, 2.0, 3.0, 4.0))]
     digest = ImageList.of("/somewhere", entries).digest()
     assert ImageList.of("/elsewhere", entries).digest() == digest
-    for changed in ([entries[1], entries[0]], [ImageEntry("a", "a", 5), entries[1]], [entries[0]],
-                    [entries[0], ImageEntry("b", "b", 4, (1.0, 2.0, 3.0, 5.0))]):
+    for changed in (
+        [entries[1], entries[0]],
+        [ImageEntry("a", "a", 5), entries[1]],
+        [entries[0]],
+        [entries[0], ImageEntry("b", "b", 4, (1.0, 2.0, 3.0, 5.0))],
+    ):
         assert ImageList.of("/somewhere", changed).digest() != digest
 
 
@@ -104,8 +109,16 @@ def test_list_survives_storage(tmp_path):
 
 @pytest.fixture
 def truth():
-    return from_gnd({"imlist": ["x", "y", "z"], "qimlist": ["q2", "q1"], "gnd": [
-        {"easy": [0], "hard": [], "junk": [], "bbx": [1, 2, 30.5, 40]}, {"easy": [1], "hard": [], "junk": []}]})
+    return from_gnd(
+        {
+            "imlist": ["x", "y", "z"],
+            "qimlist": ["q2", "q1"],
+            "gnd": [
+                {"easy": [0], "hard": [], "junk": [], "bbx": [1, 2, 30.5, 40]},
+                {"easy": [1], "hard": [], "junk": []},
+            ],
+        }
+    )
 
 
 def test_ground_truth_decides_order_ids_and_crops(tmp_path, truth):

@@ -10,14 +10,7 @@ from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.extraction import stage
 from lattqe.extraction.pipeline import DescribedBlock
 from lattqe.extraction.sources import ImageEntry, ImageList
-from lattqe.extraction.stage import (
-    DescribedImages,
-    Destination,
-    block_rows,
-    block_table,
-    find_skipped,
-    merge,
-)
+from lattqe.extraction.stage import DescribedImages, Destination, block_rows, block_table, find_skipped, merge
 from lattqe.store import FeatureSet, Pending, open_place
 
 DIM = 8
@@ -40,7 +33,7 @@ def vector(number):
 def describe(listed, start, stop, bad):
     entries = list(listed.entries(start, stop))
     numbers = range(start, stop)
-    reasons = [f"reason, \"{number}\"" if number in bad else "" for number in numbers]
+    reasons = [f'reason, "{number}"' if number in bad else "" for number in numbers]
     vectors = np.stack([vector(number) * (number not in bad) for number in numbers])
     return entries, DescribedBlock(vectors, reasons)
 
@@ -76,7 +69,8 @@ def check(uri, count, bad):
     features.verify()
     rows = list(csv.DictReader(io.StringIO(open_place(str(uri)).read("skipped.csv").decode())))
     assert [(int(row["number"]), row["id"], row["reason"]) for row in rows] == [
-        (number, f"image {number}", f"reason, \"{number}\"") for number in sorted(bad)]
+        (number, f"image {number}", f'reason, "{number}"') for number in sorted(bad)
+    ]
     assert not [name for name in open_place(str(uri)).list() if name.startswith("_work")]
 
 

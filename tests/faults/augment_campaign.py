@@ -52,8 +52,15 @@ def write_reference(uri: str, to: str) -> list[list[str | int]]:
     """The undisturbed index, made in this process: the fingerprint that every round must end with."""
     from lattqe.augmentation import Augmentation, begin_index, build_index
 
-    task = Augmentation(f"{uri}/features", f"{uri}/graph", to, "lattqe", K, {"model": f"{uri}/model", "dba": True},
-                        block_rows=BLOCK_ROWS)
+    task = Augmentation(
+        f"{uri}/features",
+        f"{uri}/graph",
+        to,
+        "lattqe",
+        K,
+        {"model": f"{uri}/model", "dba": True},
+        block_rows=BLOCK_ROWS,
+    )
     pending = begin_index(task)
     build_index(task)
     pending.finish()
@@ -64,9 +71,23 @@ class AugmentCampaign(Campaign):
     """Rounds of one kill each against `lattqe augment`; `kinds` are struck in turn, in an order that the seed draws."""
 
     def __init__(self, world: World, kinds: tuple[str, ...] = KINDS) -> None:
-        stage = Stage("augment", "index", lambda run: [
-            f"{self.given}/features", "--model", f"{self.given}/model", "-k", str(K), "--neighbors",
-            f"{self.given}/graph", "--workers", "2", "--cache", "~/cache"])
+        stage = Stage(
+            "augment",
+            "index",
+            lambda run: [
+                f"{self.given}/features",
+                "--model",
+                f"{self.given}/model",
+                "-k",
+                str(K),
+                "--neighbors",
+                f"{self.given}/graph",
+                "--workers",
+                "2",
+                "--cache",
+                "~/cache",
+            ],
+        )
         super().__init__(world, (stage,), at_once=1)
         self.kinds, self.deck = kinds, list[str]()
         write_inputs(self.given)
@@ -87,8 +108,9 @@ class AugmentCampaign(Campaign):
     def both_at_once(self, first: int, second: int) -> Round:
         """One round in which a node dies at one request and the S3 server at another."""
         self.rng = random.Random(0)
-        faults = [Fault(self.world, kind, at, self.rng) for kind, at in
-                  (("node killed", first), ("S3 server killed", second))]
+        faults = [
+            Fault(self.world, kind, at, self.rng) for kind, at in (("node killed", first), ("S3 server killed", second))
+        ]
         with mock.patch.object(self, "draw", return_value=faults):
             return next(self.rounds(0))
 

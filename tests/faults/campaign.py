@@ -67,8 +67,10 @@ class Round:
 
     def line(self) -> str:
         again = f", run again after {self.codes[:-1]}" if len(self.codes) > 1 else ""
-        return (f"{self.number:4d}  {self.stage:<9} {self.seconds:4.0f} s  {'; '.join(map(str, self.faults))}: "
-                f"{self.problem or 'survived'}{again}")
+        return (
+            f"{self.number:4d}  {self.stage:<9} {self.seconds:4.0f} s  {'; '.join(map(str, self.faults))}: "
+            f"{self.problem or 'survived'}{again}"
+        )
 
 
 @dataclass(frozen=True)
@@ -199,26 +201,33 @@ def summary(rounds: list[Round]) -> str:
         lost = sum(bool(each.problem) for each in hit)
         lines.append(f"{kind:<32}{len(hit):>9}{len(hit) - lost:>9}{lost:>6}{late:>10}")
     struck = [each for each in rounds if each.injected]
-    lines.append(f"{len(struck)} commands were struck: {sum(len(each.codes) == 1 for each in struck)} ended well by "
-                 f"themselves, {sum(len(each.codes) > 1 for each in struck)} were run again, "
-                 f"{sum(len(each.codes) - 1 for each in struck)} times in all; "
-                 f"{sum(len(each.tracebacks) for each in rounds)} tries ended in a traceback instead of a line")
+    lines.append(
+        f"{len(struck)} commands were struck: {sum(len(each.codes) == 1 for each in struck)} ended well by "
+        f"themselves, {sum(len(each.codes) > 1 for each in struck)} were run again, "
+        f"{sum(len(each.codes) - 1 for each in struck)} times in all; "
+        f"{sum(len(each.tracebacks) for each in rounds)} tries ended in a traceback instead of a line"
+    )
     return "\n".join(lines)
 
 
 def read_log(path: str) -> list[Round]:
     """The rounds that campaigns have appended to a log."""
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return [Round(**{**line, "faults": [Struck(**fault) for fault in line["faults"]]})
-            for line in lines if line.pop("seed", None) is not None]
+    return [
+        Round(**{**line, "faults": [Struck(**fault) for fault in line["faults"]]})
+        for line in lines
+        if line.pop("seed", None) is not None
+    ]
 
 
 def markdown(rounds: list[Round]) -> str:
     """Faults by kind and by verb, for docs/results/."""
     verbs = list(dict.fromkeys(each.stage for each in rounds))
     every = [(fault, each) for each in rounds for fault in each.faults]
-    lines = [f"| fault | {' | '.join(verbs)} | injected | survived | lost or different | too late |",
-             f"|---|{'---|' * (len(verbs) + 4)}"]
+    lines = [
+        f"| fault | {' | '.join(verbs)} | injected | survived | lost or different | too late |",
+        f"|---|{'---|' * (len(verbs) + 4)}",
+    ]
     for kind in [*sorted({fault.kind for fault, _ in every}), "all"]:
         fitting = [(fault, each) for fault, each in every if kind in (fault.kind, "all")]
         hit = [each for fault, each in fitting if fault.injected]
@@ -229,15 +238,26 @@ def markdown(rounds: list[Round]) -> str:
         lines.append(f"| {bold}{kind}{bold} | {' | '.join(f'{bold}{count}{bold}' for count in counts)} |")
     struck = [each for each in rounds if each.injected]
     seconds = sorted(each.seconds for each in rounds)
-    lines.append(f"\n{len(struck)} commands were struck: {sum(len(each.codes) == 1 for each in struck)} ended well by "
-                 f"themselves, {sum(len(each.codes) > 1 for each in struck)} when run again; "
-                 f"{sum(len(each.tracebacks) for each in rounds)} tries ended in a traceback instead of a line. Half "
-                 f"of the rounds took up to {seconds[len(seconds) // 2]:.0f} s.")
+    lines.append(
+        f"\n{len(struck)} commands were struck: {sum(len(each.codes) == 1 for each in struck)} ended well by "
+        f"themselves, {sum(len(each.codes) > 1 for each in struck)} when run again; "
+        f"{sum(len(each.tracebacks) for each in rounds)} tries ended in a traceback instead of a line. Half "
+        f"of the rounds took up to {seconds[len(seconds) // 2]:.0f} s."
+    )
     return "\n".join(lines) + "\n"
 
 
-def run_campaign(seeds: list[int], rounds: int, seconds: float, faults: int = 4, nodes: int = 2, verbs: str = "",
-                 log: str = "", reference: str = "", warm: bool = False) -> list[Round]:
+def run_campaign(
+    seeds: list[int],
+    rounds: int,
+    seconds: float,
+    faults: int = 4,
+    nodes: int = 2,
+    verbs: str = "",
+    log: str = "",
+    reference: str = "",
+    warm: bool = False,
+) -> list[Round]:
     """Run so many rounds of each seed, or as many as begin within so many seconds."""
     stages = tuple(stage for stage in STAGES if not verbs or stage.verb in verbs.split(","))
     done: list[Round] = []
@@ -265,14 +285,19 @@ def run_campaign(seeds: list[int], rounds: int, seconds: float, faults: int = 4,
 
 def show_plan(world: World, seeds: list[int], rounds: int, faults: int, stages: tuple[Stage, ...]) -> None:
     """Say what is going to happen, and by which means."""
-    print(f"seeds {' '.join(map(str, seeds))}: {rounds} commands each ({', '.join(stage.verb for stage in stages)}), "
-          f"struck by up to {faults} faults each")
+    print(
+        f"seeds {' '.join(map(str, seeds))}: {rounds} commands each ({', '.join(stage.verb for stage in stages)}), "
+        f"struck by up to {faults} faults each"
+    )
     if world.nodes:
         print(f"Ray: a head and {len(world.nodes) - 1} worker nodes, {world.network.name}")
     else:
         print("Ray: each command starts its own, on one node")
-    print(f"disk full: {'a tmpfs, filled to the last byte' if world.disk.available else 'none, mounting is refused'}\n"
-          "clock jumps: the clock that the driver's Python sees", flush=True)
+    print(
+        f"disk full: {'a tmpfs, filled to the last byte' if world.disk.available else 'none, mounting is refused'}\n"
+        "clock jumps: the clock that the driver's Python sees",
+        flush=True,
+    )
 
 
 def main() -> int:
@@ -283,8 +308,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=7200.0, help="begin no round after that")
     parser.add_argument("--nodes", type=int, default=2, help="worker nodes; 0: each command starts its own Ray")
     parser.add_argument("--verbs", default="", help="only these stages, such as import,neighbors")
-    parser.add_argument("--reference", default="", help="keep what an undisturbed run makes in this file, or take it "
-                        "from there: for a campaign in several pieces")
+    parser.add_argument(
+        "--reference",
+        default="",
+        help="keep what an undisturbed run makes in this file, or take it from there: for a campaign in several pieces",
+    )
     parser.add_argument("--log", default="", help="append each round as a line of JSON to this file")
     parser.add_argument("--warm", action="store_true", help="fork commands from a process that has all imported")
     parser.add_argument("--table", default="", help="write the table of all rounds in --log to this Markdown file")
@@ -297,8 +325,10 @@ def main() -> int:
     print(summary(rounds))
     if table:
         command = " ".join(["python", "tests/faults/campaign.py", *sys.argv[1:]])
-        Path(table).write_text(f"# Fault campaign\n\nWritten by `{command}` and what went into its log before; see "
-                               f"[reliability](../reliability.md).\n\n{markdown(read_log(arguments.log))}")
+        Path(table).write_text(
+            f"# Fault campaign\n\nWritten by `{command}` and what went into its log before; see "
+            f"[reliability](../reliability.md).\n\n{markdown(read_log(arguments.log))}"
+        )
     return 1 if any(each.problem for each in rounds) else 0
 
 

@@ -12,13 +12,27 @@ from campaign_world import World
 from ray_nodes import Namespaces
 
 # What the proxy is told, and how it reads in the table.
-STORAGE = {"S3 answers 500": "fail", "S3 answers 503": "throttle", "S3 does not answer": "stall",
-           "S3 hangs up": "hang up", "S3's answer is lost": "lose the answer", "S3's answer is cut": "cut short",
-           "S3's answer is damaged": "corrupt", "S3 answers as before a write": "answer as before"}
+STORAGE = {
+    "S3 answers 500": "fail",
+    "S3 answers 503": "throttle",
+    "S3 does not answer": "stall",
+    "S3 hangs up": "hang up",
+    "S3's answer is lost": "lose the answer",
+    "S3's answer is cut": "cut short",
+    "S3's answer is damaged": "corrupt",
+    "S3 answers as before a write": "answer as before",
+}
 WITH_ACTORS = ("actor killed", "actor stopped for a while")
 WITH_NODES = ("head killed", "node agent killed", "node killed", "node stopped for a while", "node cut off for a while")
-ANYWHERE = ("driver killed", "driver stopped for a while", "S3 server killed", "S3 server stopped for a while",
-            "disk full", "clock jumps", *STORAGE)
+ANYWHERE = (
+    "driver killed",
+    "driver stopped for a while",
+    "S3 server killed",
+    "S3 server stopped for a while",
+    "disk full",
+    "clock jumps",
+    *STORAGE,
+)
 ONLY_CONTENT = ("S3's answer is cut", "S3's answer is damaged", "S3 answers as before a write")
 ENDS_THE_COMMAND = ("driver killed", "head killed", "disk full", "clock jumps")  # at most one of them in a round
 JUMPS = (-86_400.0, -3600.0, 3600.0, 86_400.0, 400 * 86_400.0)

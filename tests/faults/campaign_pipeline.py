@@ -11,9 +11,25 @@ from lattqe.store.artifacts import verify_artifact
 from lattqe.store.models import METRICS
 
 DIM, CLASSES, IMAGES, K = 16, 60, 12, 12
-NETWORK = ["network.layers=1", "network.heads=2", "network.max_k=16", "batch=8", "slots=4", "steps=16", "k_min=4",
-           "k_max=8", "pool=60", "pool_steps=8", "validate_every=8", "checkpoint_every=4", "validate_k=4,8",
-           "choose_qe=4,8", "choose_dba=2,4", "temperature_steps=2", "learning_rate=1e-3"]
+NETWORK = [
+    "network.layers=1",
+    "network.heads=2",
+    "network.max_k=16",
+    "batch=8",
+    "slots=4",
+    "steps=16",
+    "k_min=4",
+    "k_max=8",
+    "pool=60",
+    "pool_steps=8",
+    "validate_every=8",
+    "checkpoint_every=4",
+    "validate_k=4,8",
+    "choose_qe=4,8",
+    "choose_dba=2,4",
+    "temperature_steps=2",
+    "learning_rate=1e-3",
+]
 
 
 @dataclass
@@ -44,17 +60,56 @@ def _train(run: Pass) -> list[str]:
 
 
 STAGES = (
-    Stage("import", "features", lambda run: [f"{run.given}/source/x.npy", "--labels", f"{run.given}/source/labels.npy"],
-          on_ray=False),
-    Stage("neighbors", "graph", lambda run: [run.made["features"], "-k", str(K), "--block-rows", "120",
-                                             "--workers", "2", "--cache", "~/cache"]),
+    Stage(
+        "import",
+        "features",
+        lambda run: [f"{run.given}/source/x.npy", "--labels", f"{run.given}/source/labels.npy"],
+        on_ray=False,
+    ),
+    Stage(
+        "neighbors",
+        "graph",
+        lambda run: [run.made["features"], "-k", str(K), "--block-rows", "120", "--workers", "2", "--cache", "~/cache"],
+    ),
     Stage("train", "model", _train),
-    Stage("augment", "index", lambda run: [run.made["features"], "--model", run.made["model"], "-k", "8", "--neighbors",
-                                           run.made["graph"], "--workers", "2", "--cache", "~/cache"]),
+    Stage(
+        "augment",
+        "index",
+        lambda run: [
+            run.made["features"],
+            "--model",
+            run.made["model"],
+            "-k",
+            "8",
+            "--neighbors",
+            run.made["graph"],
+            "--workers",
+            "2",
+            "--cache",
+            "~/cache",
+        ],
+    ),
     Stage("append", "index2", lambda run: [run.made["index"], f"{run.given}/new", "--workers", "2"]),
-    Stage("search", "ranks", lambda run: [run.made["index2"], f"{run.given}/queries", "-k", "20", "--expand", "lattqe",
-                                          "--nqe", "8", "--model", run.made["model"], "--workers", "2", "--cache",
-                                          "~/cache"]),
+    Stage(
+        "search",
+        "ranks",
+        lambda run: [
+            run.made["index2"],
+            f"{run.given}/queries",
+            "-k",
+            "20",
+            "--expand",
+            "lattqe",
+            "--nqe",
+            "8",
+            "--model",
+            run.made["model"],
+            "--workers",
+            "2",
+            "--cache",
+            "~/cache",
+        ],
+    ),
 )
 
 
@@ -89,4 +144,3 @@ def fingerprint(uri: str) -> list[list[str | int]]:
     if left:
         raise RuntimeError(f"{uri} is finished, but {left} was left behind")
     return [[part.name, part.bytes, part.checksum] for part in manifest.parts if part.name != METRICS]
-

@@ -57,9 +57,16 @@ class WarmDriver:
     """A process that has imported everything and forks each command; looks like the command's `Popen`."""
 
     def __init__(self, within: list[str], environment: dict[str, str]) -> None:
-        self._server = subprocess.Popen([*within, sys.executable, str(LAUNCH), "--serve"], env=environment, text=True,
-                                        bufsize=1, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.DEVNULL, start_new_session=True)
+        self._server = subprocess.Popen(
+            [*within, sys.executable, str(LAUNCH), "--serve"],
+            env=environment,
+            text=True,
+            bufsize=1,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         self._codes: dict[int, int] = {}
         self._told = threading.Condition()
         self._latest: int | None = None
@@ -145,17 +152,32 @@ class World:
         self.driver: Command | subprocess.Popen[bytes] | None = None
         self._closing.callback(self.end_driver)
         self.environment = self.server.environment | {
-            "AWS_ENDPOINT_URL": self.proxy.endpoint, "LATTQE_S3_ANSWER_SECONDS": str(ANSWER_SECONDS),
-            "PYTHONPATH": str(PROJECT), "LATTQE_CAMPAIGN_CLOCK": str(self.clock)}
-        self.nodes = [RayNode(self.network, number, folder, self.environment, port=27400 + os.getpid() % 1000)
-                      for number in range(nodes + 1)] if nodes else []
+            "AWS_ENDPOINT_URL": self.proxy.endpoint,
+            "LATTQE_S3_ANSWER_SECONDS": str(ANSWER_SECONDS),
+            "PYTHONPATH": str(PROJECT),
+            "LATTQE_CAMPAIGN_CLOCK": str(self.clock),
+        }
+        self.nodes = (
+            [
+                RayNode(self.network, number, folder, self.environment, port=27400 + os.getpid() % 1000)
+                for number in range(nodes + 1)
+            ]
+            if nodes
+            else []
+        )
         homes = [node.home for node in self.nodes] or [folder / "home"]
         for number, home in enumerate(homes):
             home.mkdir(exist_ok=True)
             (self.disk.folder / f"cache{number}").mkdir()
             (home / "cache").symlink_to(self.disk.folder / f"cache{number}")
-        self._driver_environment = {**os.environ, **HEALTH, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
-                                    **self.environment, "HOME": str(homes[0])}
+        self._driver_environment = {
+            **os.environ,
+            **HEALTH,
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            **self.environment,
+            "HOME": str(homes[0]),
+        }
         for node in self.nodes:
             self._closing.callback(node.kill)
             node.begin()
@@ -172,8 +194,13 @@ class World:
                 self.driver = self.warm.start([*words, *address], self.folder / "driver.log")
                 return
             self.driver = subprocess.Popen(
-                [*within, sys.executable, str(LAUNCH), *words, *address], env=self._driver_environment,
-                start_new_session=True, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+                [*within, sys.executable, str(LAUNCH), *words, *address],
+                env=self._driver_environment,
+                start_new_session=True,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
 
     def told(self) -> str:
         """What the verb has printed."""
@@ -195,8 +222,11 @@ class World:
         sessions = [pid for node in self.nodes for pid in node.processes()]
         if not self.nodes and self.driver is not None:
             sessions = [(pid, _title(pid)) for pid in _in_session(self.driver.pid)]
-        return sorted((pid, title.strip()) for pid, title in sessions
-                      if title.startswith("ray::") and not title.startswith(NO_ACTORS))
+        return sorted(
+            (pid, title.strip())
+            for pid, title in sessions
+            if title.startswith("ray::") and not title.startswith(NO_ACTORS)
+        )
 
     def keep_nodes(self) -> None:
         """Start nodes again that are gone, as an autoscaler would."""
@@ -250,8 +280,11 @@ class World:
 def _in_session(session: int) -> Iterator[int]:
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
-            if entry.name.isdigit() and os.getsid(int(entry.name)) == session \
-                    and b"\nState:\tZ" not in (entry / "status").read_bytes():
+            if (
+                entry.name.isdigit()
+                and os.getsid(int(entry.name)) == session
+                and b"\nState:\tZ" not in (entry / "status").read_bytes()
+            ):
                 yield int(entry.name)
 
 

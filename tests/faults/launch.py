@@ -33,9 +33,21 @@ from lattqe.store import FeatureWriter, part_row_counts
 from lattqe.store.tables import DEFAULT_PART_BYTES
 
 # What the verbs import when they are called.
-WARM = ("ray", "ray.train.torch", "torch", "faiss", "scipy.sparse", "cluster.session", "cluster.graph",
-        "cluster.training", "cluster.shards", "lattqe.training", "lattqe.search", "lattqe.expansion",
-        "lattqe.augmentation")
+WARM = (
+    "ray",
+    "ray.train.torch",
+    "torch",
+    "faiss",
+    "scipy.sparse",
+    "cluster.session",
+    "cluster.graph",
+    "cluster.training",
+    "cluster.shards",
+    "lattqe.training",
+    "lattqe.search",
+    "lattqe.expansion",
+    "lattqe.augmentation",
+)
 PART_BYTES, BLOCK_ROWS, PART_QUERIES = 12_000, 64, 32
 
 

@@ -38,8 +38,9 @@ def made(tmp_path_factory):
     graph = publish_graph(features, K, str(folder / "graph"))
     torch.manual_seed(0)
     LAttQE(LAttQEConfig(dim=DIM, heads=4, layers=2, max_k=K)).save(str(folder / "model"))
-    task = Augmentation(features.uri, graph.uri, str(folder / "undisturbed"), "lattqe", K,
-                        {"model": str(folder / "model"), "dba": True})
+    task = Augmentation(
+        features.uri, graph.uri, str(folder / "undisturbed"), "lattqe", K, {"model": str(folder / "model"), "dba": True}
+    )
     pending = begin_index(task)
     build_index(task)
     pending.finish()
@@ -48,9 +49,27 @@ def made(tmp_path_factory):
 
 def start(made, to):
     return subprocess.Popen(
-        [sys.executable, "-m", "jobs.augment", str(made / "features"), "--model", str(made / "model"), "-k", str(K),
-         "--neighbors", str(made / "graph"), "--to", str(to), "--workers", "2"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        [
+            sys.executable,
+            "-m",
+            "jobs.augment",
+            str(made / "features"),
+            "--model",
+            str(made / "model"),
+            "-k",
+            str(K),
+            "--neighbors",
+            str(made / "graph"),
+            "--to",
+            str(to),
+            "--workers",
+            "2",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def wait_for(condition, process, seconds=120):
@@ -94,8 +113,11 @@ def test_kills_ctrl_c_and_two_drivers_then_the_same_bytes(made, tmp_path):
     _, shown = stopped.communicate(timeout=100)
     end_session(stopped)
     assert stopped.returncode == 130
-    assert re.search(r"\ninterrupted: augment [\d,]+ of 16,000; what is finished is kept, run the same command again "
-                     r"to go on\n$", shown), shown
+    assert re.search(
+        r"\ninterrupted: augment [\d,]+ of 16,000; what is finished is kept, run the same command again "
+        r"to go on\n$",
+        shown,
+    ), shown
     assert "Traceback" not in shown
 
     both = [start(made, to), start(made, to)]

@@ -36,8 +36,10 @@ def test_commands_of_a_warm_driver_end_with_their_code_and_die_alone(tmp_path):
         assert bad.wait() == 2
         assert (tmp_path / "log").read_text().startswith("error: ")
         os.mkfifo(tmp_path / "ids.txt")  # reading it waits for ever
-        doomed = driver.start(["import", str(tmp_path / "x.npy"), "--ids", str(tmp_path / "ids.txt"), "--to",
-                               str(tmp_path / "other")], tmp_path / "log")
+        doomed = driver.start(
+            ["import", str(tmp_path / "x.npy"), "--ids", str(tmp_path / "ids.txt"), "--to", str(tmp_path / "other")],
+            tmp_path / "log",
+        )
         os.kill(doomed.pid, signal.SIGKILL)
         assert doomed.wait() == -signal.SIGKILL
         assert driver.start(["--version"], tmp_path / "log").wait() == 0
@@ -64,8 +66,10 @@ def test_a_flipped_byte_or_a_trace_of_the_work_is_no_good_end(tmp_path):
 
 
 def test_the_table_counts_what_struck_and_what_came_too_late():
-    rounds = [Round(1, "import", [Struck("disk full", 3, True, ""), Struck("clock jumps", 9, False, "")], [2, 0]),
-              Round(2, "search", [Struck("disk full", 3, True, "")], [0], problem="LOST: the bytes differ")]
+    rounds = [
+        Round(1, "import", [Struck("disk full", 3, True, ""), Struck("clock jumps", 9, False, "")], [2, 0]),
+        Round(2, "search", [Struck("disk full", 3, True, "")], [0], problem="LOST: the bytes differ"),
+    ]
     lines = [line.split() for line in summary(rounds).splitlines()]
     assert ["disk", "full", "2", "1", "1", "0"] in lines
     assert ["clock", "jumps", "0", "0", "0", "1"] in lines

@@ -18,9 +18,13 @@ pytestmark = [pytest.mark.ray, pytest.mark.kill, pytest.mark.slow, pytest.mark.t
 
 
 def start(world, to, kind, what):
-    return subprocess.Popen([sys.executable, str(Path(__file__).parent.parent / "hop_driver.py"), str(world), to, kind,
-                             str(what)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                            start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent.parent / "hop_driver.py"), str(world), to, kind, str(what)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 @pytest.mark.parametrize("kind", ["turn", "fold", "hop"])

@@ -191,10 +191,19 @@ def test_torch_files_as_torch_reads_them(legacy):
     """All kinds of elements, shapes and views; tensors that share a storage; parameters; numpy beside them."""
     base = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
     content = {
-        "base": base, "view": base[1, :, 1:3], "turned": base.permute(2, 0, 1), "scalar": torch.tensor(3),
-        "empty": torch.zeros(0, 5), "half": torch.randn(3).half(), "brain": torch.randn(2, 2).bfloat16(),
-        "flags": torch.tensor([True, False]), "parameter": torch.nn.Parameter(torch.ones(2)), "number": 0.5,
-        "array": np.eye(2), "list": [1, "two", (torch.ones(1),)], "count": torch.tensor([2**40]),
+        "base": base,
+        "view": base[1, :, 1:3],
+        "turned": base.permute(2, 0, 1),
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 5),
+        "half": torch.randn(3).half(),
+        "brain": torch.randn(2, 2).bfloat16(),
+        "flags": torch.tensor([True, False]),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "number": 0.5,
+        "array": np.eye(2),
+        "list": [1, "two", (torch.ones(1),)],
+        "count": torch.tensor([2**40]),
     }
     found = load_torch(saved(content, legacy), "x.pth", torch.from_numpy)
     expected = torch.load(io.BytesIO(saved(content, legacy)), weights_only=False)
@@ -226,6 +235,6 @@ def test_damaged_torch_files_are_refused_or_read(legacy):
 def test_torch_files_that_unfold_to_more_than_they_are():
     """Thousands of tensors may share one storage."""
     base = torch.zeros(100_000)
-    data = saved([base.view(-1)[:99_000 + row] for row in range(1000)], False)
+    data = saved([base.view(-1)[: 99_000 + row] for row in range(1000)], False)
     with pytest.raises(LattqeError, match="unfold to far more than its own size"):
         load_torch(data, "x.pth", torch.from_numpy)

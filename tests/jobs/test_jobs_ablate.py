@@ -13,11 +13,23 @@ from lattqe.store import open_place
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
-    sets = write_sets(folder / "sets") if not (folder / "sets").exists() else {
-        name: str(folder / "sets" / name) for name in ("a", "database", "queries")}
+    sets = (
+        write_sets(folder / "sets")
+        if not (folder / "sets").exists()
+        else {name: str(folder / "sets" / name) for name in ("a", "database", "queries")}
+    )
     chosen = [part for setting in TINY for part in ("--set", setting)]
-    return [sets["a"], "--val", sets["database"], "--queries", sets["queries"], "--to", str(folder / "to"), *chosen,
-            *more]
+    return [
+        sets["a"],
+        "--val",
+        sets["database"],
+        "--queries",
+        sets["queries"],
+        "--to",
+        str(folder / "to"),
+        *chosen,
+        *more,
+    ]
 
 
 def test_queries_must_be_as_many_as_databases(tmp_path: Path) -> None:
@@ -34,8 +46,9 @@ def test_one_more_variant_keeps_the_others(tmp_path: Path) -> None:
     assert list(json.loads((tmp_path / "to" / "ablations.json").read_text())) == ["no-position", "no-attention"]
 
 
-@pytest.mark.parametrize(("text", "words"), [("{", "is not valid JSON"), ("[]", "is not the table"),
-                                             ('{"full": 3}', "is not the table")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "is not valid JSON"), ("[]", "is not the table"), ('{"full": 3}', "is not the table")]
+)
 def test_a_damaged_table_is_refused_in_one_line(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "ablations.json").write_text(text)
     with pytest.raises(LattqeError, match=words):

@@ -91,12 +91,15 @@ def test_a_second_run_finds_it_done_and_another_setting_is_refused(features, gra
     assert "alpha: 3.0 there, 2.0 here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--method", "aqe", "-k", 20], "has 16 neighbors for each row, 20 are needed"),
-    (["--method", "alphaqe", "--C", 1], "--C belongs to dqe"),
-    (["--method", "nothing"], "unknown method 'nothing'"),
-    (["--method", "aqe", "--reach", "far"], "--reach is 'far': use one of auto, map, shards"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "aqe", "-k", 20], "has 16 neighbors for each row, 20 are needed"),
+        (["--method", "alphaqe", "--C", 1], "--C belongs to dqe"),
+        (["--method", "nothing"], "unknown method 'nothing'"),
+        (["--method", "aqe", "--reach", "far"], "--reach is 'far': use one of auto, map, shards"),
+    ],
+)
 def test_refusals_are_one_line_and_leave_nothing(features, graph, tmp_path, capsys, arguments, message):
     to = tmp_path / "index"
     assert call(augment, features.uri, "--neighbors", graph.uri, "--to", to, *arguments) == 2
@@ -116,25 +119,54 @@ def test_faiss_reads_what_augment_exports(features, graph, tmp_path):
     import faiss
 
     target = tmp_path / "index.faiss"
-    assert call(augment, features.uri, "--method", "aqe", "-k", 4, "--neighbors", graph.uri, "--to",
-                tmp_path / "index", "--faiss", target, "--factory", "IVF16,Flat") == 0
+    assert (
+        call(
+            augment,
+            features.uri,
+            "--method",
+            "aqe",
+            "-k",
+            4,
+            "--neighbors",
+            graph.uri,
+            "--to",
+            tmp_path / "index",
+            "--faiss",
+            target,
+            "--factory",
+            "IVF16,Flat",
+        )
+        == 0
+    )
     assert faiss.read_index(str(target)).ntotal == ROWS
 
 
 @pytest.mark.parametrize("method", ["lattqe", "alphaqe"])
-def test_appending_equals_from_scratch_at_the_cost_of_what_changed(features, graph, model, data, tmp_path, method,
-                                                                   capsys):
+def test_appending_equals_from_scratch_at_the_cost_of_what_changed(
+    features, graph, model, data, tmp_path, method, capsys
+):
     more = ["--model", model] if method == "lattqe" else ["--alpha", 3]
     base = ["--method", method, "-k", K, *more]
     assert call(augment, features.uri, *base, "--neighbors", graph.uri, "--to", tmp_path / "index") == 0
-    arrivals = write(tmp_path / "arrivals", data[ROWS:ROWS + 10], first=ROWS)
+    arrivals = write(tmp_path / "arrivals", data[ROWS : ROWS + 10], first=ROWS)
     (tmp_path / "gone.txt").write_text("r7\nr99\n")
     capsys.readouterr()
-    assert call(append, tmp_path / "index", arrivals.uri, "--remove", tmp_path / "gone.txt", "--to",
-                tmp_path / "grown", "--json") == 0
+    assert (
+        call(
+            append,
+            tmp_path / "index",
+            arrivals.uri,
+            "--remove",
+            tmp_path / "gone.txt",
+            "--to",
+            tmp_path / "grown",
+            "--json",
+        )
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
     grown = FeatureSet.open(str(tmp_path / "grown"))
-    joined = write(tmp_path / "joined", np.delete(data[:ROWS + 10], [7, 99], axis=0))
+    joined = write(tmp_path / "joined", np.delete(data[: ROWS + 10], [7, 99], axis=0))
     assert grown.ids()[-10:] == arrivals.ids()
     np.testing.assert_array_equal(FeatureSet.open(str(tmp_path / "grown" / "originals")).read(), joined.read())
     assert call(augment, joined.uri, *base, "--to", tmp_path / "scratch") == 0
@@ -145,7 +177,7 @@ def test_appending_equals_from_scratch_at_the_cost_of_what_changed(features, gra
     assert np.mean(grown.read() == scratch.read()) > 0.999
     before = np.delete(graph.read()[0][:, :K], [7, 99], axis=0)
     kept = np.delete(np.arange(ROWS), [7, 99])
-    now = np.where(lists[0] >= len(kept), -1, kept[np.minimum(lists[0], len(kept) - 1)])[:len(kept)]
+    now = np.where(lists[0] >= len(kept), -1, kept[np.minimum(lists[0], len(kept) - 1)])[: len(kept)]
     touched = int((before != now).any(axis=1).sum()) + 10
     assert told["expanded_rows"] == touched, "exactly the rows whose lists changed, and the new ones"
     assert told["rows_touched"] == touched < 0.2 * ROWS

@@ -69,14 +69,19 @@ def test_any_descriptors_under_the_real_ground_truth(real_gnd: Path, tmp_path: P
     done = CliRunner().invoke(app, [*words, "--json"])
     assert done.exit_code == 0, done.output
     results = json.loads(done.stdout)
-    expected = evaluate(FlatIndex(FeatureSet.open(str(tmp_path / "database")).read()),
-                        FeatureSet.open(str(tmp_path / "queries")).read(), gnd.truth)
+    expected = evaluate(
+        FlatIndex(FeatureSet.open(str(tmp_path / "database")).read()),
+        FeatureSet.open(str(tmp_path / "queries")).read(),
+        gnd.truth,
+    )
     found = results["table3"][0]["map"]["roxford5k"]
     assert found == {setup: pytest.approx(100 * expected[setup].mean_ap, abs=1e-9) for setup in ("medium", "hard")}
     with open(tmp_path / "results" / "results.csv", newline="") as lines:
         rows = list(csv.DictReader(lines))
-    assert {(row["label"], row["setup"], row["measure"]) for row in rows} >= {("AQE", "hard", "mAP"),
-                                                                            ("no expansion", "medium", "mP@10")}
+    assert {(row["label"], row["setup"], row["measure"]) for row in rows} >= {
+        ("AQE", "hard", "mAP"),
+        ("no expansion", "medium", "mP@10"),
+    }
     assert (tmp_path / "results" / "cells" / f"{rows[0]['cell']}.json").exists()
     assert "report.html" in done.stderr
 
@@ -89,8 +94,9 @@ def test_hostile_names_are_text_everywhere(tmp_path: Path, monkeypatch: pytest.M
     labels = np.repeat(np.arange(4, dtype=np.int32), 5)
     for name, prefix in (("database", "[/red]$"), ("queries", "=cmd|' /C calc'!")):
         with FeatureWriter(str(tmp_path / name), DIM, dtype="float32", labels=True) as writer:
-            writer.append(rng.standard_normal((20, DIM)).astype(np.float32), [f"{prefix}{row}" for row in range(20)],
-                          labels)
+            writer.append(
+                rng.standard_normal((20, DIM)).astype(np.float32), [f"{prefix}{row}" for row in range(20)], labels
+            )
     text = RUN.format(truth="labels", published="false").replace('"roxford5k"', json.dumps(HOSTILE[1]))
     text = f"title = {json.dumps(HOSTILE[0])}\n" + text + f"label = {json.dumps(HOSTILE[2])}\n"
     (tmp_path / "run.toml").write_text(text)
@@ -109,16 +115,20 @@ def test_hostile_names_are_text_everywhere(tmp_path: Path, monkeypatch: pytest.M
     assert "'=1+1" in {row[4] for row in rows}
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ("short", "roxford5k: .*4992 rows, but imlist of the ground truth 4993 .missing: [a-z_]+_00"),
-    ("long", "4994 rows, but imlist of the ground truth 4993: distractors belong into"),
-    ("renamed", "row 5 of the database .* is 'nobody', but imlist says '[a-z_]+_00.*': they are other images"),
-    ("shuffled", "another order: sort them"),
-    ("queries missing", "69 rows, but qimlist of the ground truth 70 .missing: "),
-    ("queries renamed", "row 0 of the queries .* is 'nobody', but qimlist says"),
-])
-def test_features_that_do_not_fit_are_refused_by_name(revisited_folder: Path, tmp_path: Path, change: str,
-                                                      words: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("short", "roxford5k: .*4992 rows, but imlist of the ground truth 4993 .missing: [a-z_]+_00"),
+        ("long", "4994 rows, but imlist of the ground truth 4993: distractors belong into"),
+        ("renamed", "row 5 of the database .* is 'nobody', but imlist says '[a-z_]+_00.*': they are other images"),
+        ("shuffled", "another order: sort them"),
+        ("queries missing", "69 rows, but qimlist of the ground truth 70 .missing: "),
+        ("queries renamed", "row 0 of the queries .* is 'nobody', but qimlist says"),
+    ],
+)
+def test_features_that_do_not_fit_are_refused_by_name(
+    revisited_folder: Path, tmp_path: Path, change: str, words: str
+) -> None:
     path = revisited_folder / "gnd_roxford5k.pkl"
     gnd = load_gnd(path)
     imlist, qimlist = list(gnd.imlist), list(gnd.qimlist)
@@ -155,26 +165,42 @@ def test_features_that_are_not_the_papers_are_warned_of_before_all_else(revisite
 
 
 def test_presets_and_files_do_not_mix(tmp_path: Path) -> None:
-    for words in (["run.toml", "--model", "m"], ["revisited"], ["synthetic", "--data", "."],
-                  ["synthetic", "--columns", "9"]):
+    for words in (
+        ["run.toml", "--model", "m"],
+        ["revisited"],
+        ["synthetic", "--data", "."],
+        ["synthetic", "--columns", "9"],
+    ):
         done = CliRunner().invoke(app, [*words, "--to", str(tmp_path)])
         assert isinstance(done.exception, LattqeError), words
 
 
 # The table in the data's README: no QE, AQE 4, AQEwD 8, alphaQE 3 with k = 10 and 72.
 KNOWN = {
-    128: {"cub200": (31.2, 35.3, 35.5, 34.8, 30.1), "cars196": (12.6, 13.3, 13.5, 13.4, 12.2),
-          "grocery81": (44.9, 48.6, 49.0, 48.5, 39.5), "caltech101": (75.3, 81.4, 81.4, 80.9, 78.6)},
-    512: {"cub200": (33.0, 38.3, 38.5, 37.1, 34.1), "cars196": (14.6, 16.4, 16.6, 16.0, 15.3),
-          "grocery81": (49.8, 55.1, 55.4, 55.0, 50.5), "caltech101": (78.5, 84.4, 84.7, 82.8, 82.0)}}
+    128: {
+        "cub200": (31.2, 35.3, 35.5, 34.8, 30.1),
+        "cars196": (12.6, 13.3, 13.5, 13.4, 12.2),
+        "grocery81": (44.9, 48.6, 49.0, 48.5, 39.5),
+        "caltech101": (75.3, 81.4, 81.4, 80.9, 78.6),
+    },
+    512: {
+        "cub200": (33.0, 38.3, 38.5, 37.1, 34.1),
+        "cars196": (14.6, 16.4, 16.6, 16.0, 15.3),
+        "grocery81": (49.8, 55.1, 55.4, 55.0, 50.5),
+        "caltech101": (78.5, 84.4, 84.7, 82.8, 82.0),
+    },
+}
 
 
 @pytest.mark.parametrize("columns", [128, 512])
 def test_the_photos_preset_gives_the_known_numbers(photos_folder: Path, tmp_path: Path, columns: int) -> None:
     alpha = {"alpha": (3.0,)}
-    methods = (Candidate("aqe", "AQE", "fixed", (4,)), Candidate("aqewd", "AQEwD", "fixed", (8,)),
-               Candidate("alphaqe", "αQE 10", "fixed", (10,), params=alpha),
-               Candidate("alphaqe", "αQE 72", "fixed", (72,), params=alpha))
+    methods = (
+        Candidate("aqe", "AQE", "fixed", (4,)),
+        Candidate("aqewd", "AQEwD", "fixed", (8,)),
+        Candidate("alphaqe", "αQE 10", "fixed", (10,), params=alpha),
+        Candidate("alphaqe", "αQE 72", "fixed", (72,), params=alpha),
+    )
     run = preset_run("photos", Options(str(tmp_path), str(photos_folder), columns=(columns,)))
     run = dataclasses.replace(run, methods=methods, graph_methods=(), distractors=(), nqe_sweep=(4,), bootstrap=10)
     results = measure_run(run, str(tmp_path))
@@ -185,9 +211,11 @@ def test_the_photos_preset_gives_the_known_numbers(photos_folder: Path, tmp_path
 def test_rivals_on_the_graph_give_the_known_numbers(photos_folder: Path, tmp_path: Path) -> None:
     """Measured by other code, as means of the four sets: 46.2, 53.6 and 53.0."""
     before = Pipeline(Setting("aqewd", 12), Setting("aqewd", 8))
-    rivals = (graph_candidate("diffusion", "fixed", kq=(5,), kd=(20,), gamma=(3.0,), alpha=(0.99,)),
-              graph_candidate("diffusion", "fixed", "after", before, kq=(20,), kd=(20,), gamma=(6.0,), alpha=(0.9,)),
-              graph_candidate("propagation", "fixed", "", Pipeline(qe=Setting("aqewd", 12)), k=(10,), hops=(8,)))
+    rivals = (
+        graph_candidate("diffusion", "fixed", kq=(5,), kd=(20,), gamma=(3.0,), alpha=(0.99,)),
+        graph_candidate("diffusion", "fixed", "after", before, kq=(20,), kd=(20,), gamma=(6.0,), alpha=(0.9,)),
+        graph_candidate("propagation", "fixed", "", Pipeline(qe=Setting("aqewd", 12)), k=(10,), hops=(8,)),
+    )
     run = preset_run("photos", Options(str(tmp_path), str(photos_folder)))
     run = dataclasses.replace(run, methods=(), graph_methods=rivals, distractors=(), nqe_sweep=(), bootstrap=10)
     results = measure_run(run, str(tmp_path))
@@ -213,8 +241,11 @@ def test_the_table_fits_a_screen_of_100_columns(tmp_path: Path, monkeypatch: pyt
 
 def test_presets_take_data_and_folders_on_s3(s3_uri: str, tmp_path: Path) -> None:
     """The published ground truth and the features of `revisited`, and all that `synthetic` makes, may live on S3."""
-    gnd = {"imlist": [f"image-{row}" for row in range(6)], "qimlist": ["a", "b"],
-           "gnd": [{"easy": [0], "hard": [1], "junk": [2]}, {"easy": [3], "hard": [4], "junk": []}]}
+    gnd = {
+        "imlist": [f"image-{row}" for row in range(6)],
+        "qimlist": ["a", "b"],
+        "gnd": [{"easy": [0], "hard": [1], "junk": [2]}, {"easy": [3], "hard": [4], "junk": []}],
+    }
     for name in ("roxford5k", "rparis6k"):
         for part, ids in ((name, gnd["imlist"]), (f"{name}-queries", gnd["qimlist"])):
             with FeatureWriter(f"{s3_uri}/data/{part}", DIM, dtype="float32") as writer:

@@ -20,6 +20,7 @@ DIM = 24
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Call `lattqe dataset` in this process: (exit code, stdout, stderr)."""
+
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["lattqe", *map(str, arguments)])
         code = 0
@@ -49,8 +50,9 @@ def descriptors(gnd, seed=0):
 
 
 def plain_map(xb, xq, gnd):
-    ranking = np.argsort(-(xq.astype(np.float16).astype(np.float64) @ xb.astype(np.float16).T.astype(np.float64)),
-                         axis=1, kind="stable")
+    ranking = np.argsort(
+        -(xq.astype(np.float16).astype(np.float64) @ xb.astype(np.float16).T.astype(np.float64)), axis=1, kind="stable"
+    )
     return {name: scores.mean_ap for name, scores in score_ranking(ranking, gnd.truth).items()}
 
 
@@ -196,13 +198,15 @@ def test_import_takes_ids_from_a_ground_truth(tmp_path, run, revisited_folder, o
     gnd, xb, xq = oxford
     for name, x, ids in (("database", xb, gnd.imlist), ("queries", xq, gnd.qimlist)):
         np.save(tmp_path / f"{name}.npy", x)
-        code, _, err = run("import", tmp_path / f"{name}.npy", "--ids", revisited_folder / "gnd_roxford5k.pkl",
-                           "--to", tmp_path / name)
+        code, _, err = run(
+            "import", tmp_path / f"{name}.npy", "--ids", revisited_folder / "gnd_roxford5k.pkl", "--to", tmp_path / name
+        )
         assert code == 0, err
         assert FeatureSet.open(str(tmp_path / name)).ids() == list(ids)
     np.save(tmp_path / "other.npy", xb[:100])
-    code, _, err = run("import", tmp_path / "other.npy", "--ids", revisited_folder / "gnd_roxford5k.pkl", "--to",
-                       tmp_path / "other")
+    code, _, err = run(
+        "import", tmp_path / "other.npy", "--ids", revisited_folder / "gnd_roxford5k.pkl", "--to", tmp_path / "other"
+    )
     assert code == 2
     assert "names 4,993 images (imlist) and 70 queries (qimlist), and there are 100 rows" in " ".join(err.split())
 
@@ -218,8 +222,12 @@ def sfm(folder, shuffle=False):
         x = unit(centers[cluster] + 0.7 * rng.normal(size=(size, DIM)))
         pairs = [(q, p) for q in range(size) for p in np.flatnonzero(cluster == cluster[q])[:3] if p != q]
         content[half] = {
-            "cids": [f"{half}{row:06d}" for row in range(size)], "cluster": (cluster + first).tolist(),
-            "qidxs": [q for q, _ in pairs], "pidxs": [int(p) for _, p in pairs], "bbxs": [None] * size}
+            "cids": [f"{half}{row:06d}" for row in range(size)],
+            "cluster": (cluster + first).tolist(),
+            "qidxs": [q for q, _ in pairs],
+            "pidxs": [int(p) for _, p in pairs],
+            "bbxs": [None] * size,
+        }
         np.save(folder / f"{half}-gl18.npy", x[rng.permutation(size)] if shuffle and half == "val" else x)
     (folder / "retrieval-SfM-120k.pkl").write_bytes(pickle.dumps(content, protocol=2))
     return content
@@ -262,8 +270,17 @@ def test_r1m(tmp_path, run):
     np.save(tmp_path / "a.npy", x[:30])
     np.save(tmp_path / "b.npy", x[30:])
     (tmp_path / "names.txt").write_text("\n".join(f"d{row}" for row in range(50)))
-    code, out, err = run("dataset", "r1m", tmp_path / "a.npy", tmp_path / "b.npy", "--ids", tmp_path / "names.txt",
-                         "--to", tmp_path / "data", "--json")
+    code, out, err = run(
+        "dataset",
+        "r1m",
+        tmp_path / "a.npy",
+        tmp_path / "b.npy",
+        "--ids",
+        tmp_path / "names.txt",
+        "--to",
+        tmp_path / "data",
+        "--json",
+    )
     assert code == 0, err
     features = FeatureSet.open(str(tmp_path / "data" / "r1m"))
     assert features.ids() == [f"d{row}" for row in range(50)]
@@ -272,12 +289,31 @@ def test_r1m(tmp_path, run):
 
 
 def test_synthetic(tmp_path, run):
-    code, out, err = run("dataset", "synthetic", "--to", tmp_path / "data", "--scale", "0.05", "--dim", "16",
-                         "--distractors", "64", "--json")
+    code, out, err = run(
+        "dataset",
+        "synthetic",
+        "--to",
+        tmp_path / "data",
+        "--scale",
+        "0.05",
+        "--dim",
+        "16",
+        "--distractors",
+        "64",
+        "--json",
+    )
     assert code == 0, err
     told = json.loads(out)["sets"]
-    assert set(told) == {"train", "val", "val-queries", "oxford", "oxford-queries", "paris", "paris-queries",
-                         "distractors"}
+    assert set(told) == {
+        "train",
+        "val",
+        "val-queries",
+        "oxford",
+        "oxford-queries",
+        "paris",
+        "paris-queries",
+        "distractors",
+    }
     assert told["distractors"]["rows"] == 64
     gnd = load_gnd(tmp_path / "data" / "gnd_oxford.json")
     gnd.check_database(FeatureSet.open(str(tmp_path / "data" / "oxford")).ids())
@@ -292,8 +328,12 @@ def test_photos(tmp_path, run, request, where):
     folder.mkdir()
     split = np.repeat([0, 1, 2], 20).astype(np.int8)
     isquery = (split > 0) & (np.arange(60) % 5 == 0)
-    for name, array in (("vectors", rng.normal(size=(60, 8)).astype(np.float16)), ("split", split),
-                        ("labels", rng.integers(0, 4, 60).astype(np.int32)), ("isquery", isquery)):
+    for name, array in (
+        ("vectors", rng.normal(size=(60, 8)).astype(np.float16)),
+        ("split", split),
+        ("labels", rng.integers(0, 4, 60).astype(np.int32)),
+        ("isquery", isquery),
+    ):
         np.save(folder / f"cub200_{name}.npy", array)
     source = str(folder)
     if where == "s3":
@@ -303,8 +343,13 @@ def test_photos(tmp_path, run, request, where):
     code, out, err = run("dataset", "photos", source, "--columns", "4", "--to", tmp_path / "data", "--json")
     assert code == 0, err
     rows = {name: (made["rows"], made["dim"]) for name, made in json.loads(out)["sets"].items()}
-    assert rows == {"cub200-train": (20, 4), "cub200-val": (16, 4), "cub200-val-queries": (4, 4),
-                    "cub200-test": (16, 4), "cub200-test-queries": (4, 4)}
+    assert rows == {
+        "cub200-train": (20, 4),
+        "cub200-val": (16, 4),
+        "cub200-val-queries": (4, 4),
+        "cub200-test": (16, 4),
+        "cub200-test-queries": (4, 4),
+    }
     (folder / "cub200_split.npy").unlink()
     code, _, err = run("dataset", "photos", folder, "--to", tmp_path / "other")
     assert (code, "lacks cub200_split.npy" in " ".join(err.split())) == (2, True)

@@ -11,17 +11,29 @@ from pathlib import Path
 
 import pytest
 
-SETTINGS = ("steps=6", "temperature_steps=1", "validate_every=6", "checkpoint_every=3", "network.layers=1",
-            "choose_qe=8", "choose_dba=8")
+SETTINGS = (
+    "steps=6",
+    "temperature_steps=1",
+    "validate_every=6",
+    "checkpoint_every=3",
+    "network.layers=1",
+    "choose_qe=8",
+    "choose_dba=8",
+)
 MINIATURE = ["--scale", "0.05", *(word for setting in SETTINGS for word in ("--set", setting))]
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
     # Ray puts its workers behind everybody else, which on a busy machine makes minutes of seconds.
     environment = {**os.environ, "RAY_worker_niceness": "0", "COLUMNS": "100"}
-    return subprocess.Popen([sys.executable, "-m", "jobs.demo", "--to", "demo", *MINIATURE], cwd=folder, text=True,
-                            env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-m", "jobs.demo", "--to", "demo", *MINIATURE],
+        cwd=folder,
+        text=True,
+        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def kill_when(driver: subprocess.Popen[str], ready: Callable[[], bool]) -> None:

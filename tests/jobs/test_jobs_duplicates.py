@@ -41,8 +41,7 @@ def write(uri, x, ids=None, labels=None, part_bytes=1500):
 
 def write_graph(uri, features, k):
     rows, scores = knn_graph(features.read(), k)
-    pending = Pending.begin(str(uri), "neighbors", {"k": k}, [features.rows],
-                            inputs={"features": features.as_input()})
+    pending = Pending.begin(str(uri), "neighbors", {"k": k}, [features.rows], inputs={"features": features.as_input()})
     pending.publish(0, neighbors_table(rows, scores))
     pending.finish()
     return NeighborGraph.open(str(uri))
@@ -55,10 +54,10 @@ def vectors(seed=0, n=200):
     places = rng.permutation(n)
     start = 0
     for size in (7, 6, 5, 4, 4, 3, 3, 2, 2, 2, 2, 2):
-        rows = places[start:start + size]
+        rows = places[start : start + size]
         x[rows] = x[rows[0]] + 0.03 * rng.normal(size=(size, DIM))
         start += size
-    chain = places[start:start + 6]
+    chain = places[start : start + 6]
     a, b = np.eye(DIM)[:2]
     x[chain] = [np.cos(0.25 * step) * a + np.sin(0.25 * step) * b for step in range(6)]
     return x
@@ -92,12 +91,14 @@ def test_groups_against_all_pairs(world, threshold):
     found = {frozenset(groups.rows[groups.group == number].tolist()) for number in range(len(groups.sizes))}
     assert found == slow_groups(features.read(), threshold)
     assert groups.sizes.tolist() == sorted(groups.sizes, reverse=True)
-    assert [groups.representative[groups.group == number].sum() for number in range(len(groups.sizes))] \
-        == [1] * len(groups.sizes)
+    assert [groups.representative[groups.group == number].sum() for number in range(len(groups.sizes))] == [1] * len(
+        groups.sizes
+    )
     x = features.read().astype(np.float64)
     chosen = {groups.group[at]: groups.rows[at] for at in np.flatnonzero(groups.representative)}
-    np.testing.assert_allclose(groups.similarity, [x[row] @ x[chosen[group]]
-                                                   for row, group in zip(groups.rows, groups.group)], atol=1e-6)
+    np.testing.assert_allclose(
+        groups.similarity, [x[row] @ x[chosen[group]] for row, group in zip(groups.rows, groups.group)], atol=1e-6
+    )
     if threshold == 0.95:
         assert len(found) == 13, "twelve groups and a chain"
         assert groups.similarity.min() < 0.95, "the chain's end is not like its representative"
@@ -126,8 +127,9 @@ def test_files_and_shares(world, run, tmp_path):
     with (tmp_path / "out" / "duplicates.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert table.column_names == ["group", "row", "id", "representative", "similarity", "label"]
-    assert [(int(line["group"]), int(line["row"]), line["id"]) for line in lines] \
-        == list(zip(*(table.column(name).to_pylist() for name in ("group", "row", "id"))))
+    assert [(int(line["group"]), int(line["row"]), line["id"]) for line in lines] == list(
+        zip(*(table.column(name).to_pylist() for name in ("group", "row", "id")))
+    )
     assert table.column("id").to_pylist() == [f"row-{row}" for row in groups.rows]
     assert table.column("label").to_pylist() == (groups.rows % 9).tolist()
     assert (tmp_path / "out" / "redundant.txt").read_text().split() == [f"row-{row}" for row in groups.redundant]
@@ -166,7 +168,7 @@ def leaky(tmp_path):
 @pytest.mark.parametrize("where", ["disk", "s3"])
 def test_leakage_between_sets(tmp_path, run, where, request):
     features, other, copied = leaky(tmp_path)
-    best = (other.read().astype(np.float64) @ features.read().astype(np.float64).T)
+    best = other.read().astype(np.float64) @ features.read().astype(np.float64).T
     assert np.flatnonzero(best.max(axis=1) >= 0.95).tolist() == copied
     to = f"{request.getfixturevalue('s3_uri')}/out" if where == "s3" else str(tmp_path / "out")
     code, out, err = run(features.uri, "--against", other.uri, "--to", to, "--json")
@@ -182,15 +184,23 @@ def test_leakage_from_ranks_is_the_same_and_other_ranks_are_refused(tmp_path, ru
     features, other, _ = leaky(tmp_path)
     scores, rows = topk(other.read(), features.read(), 3)
     for name, expand in (("ranks", None), ("expanded", {"method": "aqe", "k": 2, "params": {}})):
-        pending = Pending.begin(str(tmp_path / name), "ranks", {"k": 3}, [40], config={"expand": expand},
-                                inputs={"database": features.as_input(), "queries": other.as_input()})
+        pending = Pending.begin(
+            str(tmp_path / name),
+            "ranks",
+            {"k": 3},
+            [40],
+            config={"expand": expand},
+            inputs={"database": features.as_input(), "queries": other.as_input()},
+        )
         pending.publish(0, ranks_table(other.ids(), rows, scores))
         pending.finish()
     code, out, err = run(features.uri, "--against", other.uri, "--graph", tmp_path / "ranks", "--json")
     assert code == 0, err
     assert json.loads(out) == find_leakage(features, other).summary()
-    for arguments in ((features.uri, "--against", other.uri, "--graph", tmp_path / "expanded"),
-                      (other.uri, "--against", features.uri, "--graph", tmp_path / "ranks")):
+    for arguments in (
+        (features.uri, "--against", other.uri, "--graph", tmp_path / "expanded"),
+        (other.uri, "--against", features.uri, "--graph", tmp_path / "ranks"),
+    ):
         code, _, err = run(*arguments)
         assert (code, "is not a plain search of" in " ".join(err.split())) == (2, True)
 
@@ -208,14 +218,17 @@ def test_training_warns_with_the_count(tmp_path, capsys, monkeypatch):
     assert "of 10 rows that were looked at" in line
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["FEATURES"], "give --graph"),
-    (["FEATURES", "--graph", "GRAPH", "--threshold", "1.5"], "threshold 1.5 is not a cosine"),
-    (["OTHER", "--graph", "GRAPH"], "is not the graph of"),
-    (["FEATURES", "--graph", "FEATURES"], "features"),
-    (["FEATURES", "--against", "NARROW"], "dimensions"),
-    (["FEATURES", "--graph", "GRAPH", "--to", "FEATURES"], "holds a stored artifact"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["FEATURES"], "give --graph"),
+        (["FEATURES", "--graph", "GRAPH", "--threshold", "1.5"], "threshold 1.5 is not a cosine"),
+        (["OTHER", "--graph", "GRAPH"], "is not the graph of"),
+        (["FEATURES", "--graph", "FEATURES"], "features"),
+        (["FEATURES", "--against", "NARROW"], "dimensions"),
+        (["FEATURES", "--graph", "GRAPH", "--to", "FEATURES"], "holds a stored artifact"),
+    ],
+)
 def test_mistakes_are_one_line(world, run, tmp_path, arguments, message):
     features, graph = world
     other = write(tmp_path / "other", vectors(1))

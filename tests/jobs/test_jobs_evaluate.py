@@ -29,8 +29,10 @@ def world(tmp_path_factory):
         with FeatureWriter(str(folder / name), DIM, labels=True) as writer:
             writer.append(x[name], [f"{name[0]}{i}" for i in range(len(of))], of.astype(np.int32))
     gnd = [{"easy": [i, i + 1], "hard": [i + 2], "junk": [i + 3], "bbx": [0, 0, 1, 1]} for i in range(QUERIES)]
-    save_gnd(folder / "gnd.json", from_gnd({"imlist": [f"d{i}" for i in range(ROWS)],
-                                            "qimlist": [f"q{i}" for i in range(QUERIES)], "gnd": gnd}))
+    save_gnd(
+        folder / "gnd.json",
+        from_gnd({"imlist": [f"d{i}" for i in range(ROWS)], "qimlist": [f"q{i}" for i in range(QUERIES)], "gnd": gnd}),
+    )
     invoke(jobs.search.app, folder / "database", folder / "queries", "-k", ROWS, "--to", folder / "ranks")
     invoke(jobs.search.app, folder / "database", folder / "database", "-k", ROWS, "--to", folder / "itself")
     return folder
@@ -76,11 +78,14 @@ def test_a_graded_truth_has_three_setups(world):
     assert told == {name: scores.summary() for name, scores in expected.items()}
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--at", "0"], "--at is '0'"),
-    (["--at", "one"], "whole numbers from 1"),
-    (["--truth", "nothing.json"], "nothing.json"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--at", "0"], "--at is '0'"),
+        (["--at", "one"], "whole numbers from 1"),
+        (["--truth", "nothing.json"], "nothing.json"),
+    ],
+)
 def test_refusals(world, words, message):
     with pytest.raises(LattqeError, match=message):
         invoke(jobs.evaluate.app, world / "ranks", *words)

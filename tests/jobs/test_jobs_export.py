@@ -37,12 +37,17 @@ def base(tmp_path_factory):
     with FeatureWriter(str(base / "features"), 8, labels=True, label_names=NAMES, part_bytes=900) as writer:
         writer.append(x, [f"@image {i}" if i % 7 == 0 else f"image {i}" for i in range(ROWS)], np.arange(ROWS) % 3)
     features = writer.close()
-    I, D = knn_graph(features.read(), K)  # noqa: E741
+    I, D = knn_graph(features.read(), K)
     publish(base / "graph", "neighbors", neighbors_table(I, D), K, {"features": features.as_input()})
     found = np.array([[3, 7, 59], [0, 1, 2], [8, -1, -1]])
     scores = np.array([[0.1, 1 / 3, -0.25], [1, 0.5, 0.25], [0.5, 0, 0]], np.float32)
-    publish(base / "ranks", "ranks", ranks_table(["q0", "=cmd()", "q,2"], found, scores), 3,
-            {"database": features.as_input(), "queries": features.as_input()})
+    publish(
+        base / "ranks",
+        "ranks",
+        ranks_table(["q0", "=cmd()", "q,2"], found, scores),
+        3,
+        {"database": features.as_input(), "queries": features.as_input()},
+    )
     return base
 
 
@@ -86,8 +91,13 @@ def test_ranks_whose_database_has_moved(base, tmp_path, capsys):
 
     shutil.copytree(base / "features", tmp_path / "features")
     features = FeatureSet.open(str(tmp_path / "features"))
-    publish(tmp_path / "ranks", "ranks", ranks_table(["q"], np.array([[1, 2]]), np.array([[1, 0.5]])), 2,
-            {"database": features.as_input()})
+    publish(
+        tmp_path / "ranks",
+        "ranks",
+        ranks_table(["q"], np.array([[1, 2]]), np.array([[1, 0.5]])),
+        2,
+        {"database": features.as_input()},
+    )
     (tmp_path / "features").rename(tmp_path / "moved")
     code, _, err = run(capsys, tmp_path / "ranks", "--to", tmp_path / "x.csv")
     assert code == 2
@@ -102,8 +112,13 @@ def test_ranks_whose_database_has_moved(base, tmp_path, capsys):
 
 def test_ranks_beyond_their_database(base, tmp_path):
     """As only a forged store has them."""
-    publish(tmp_path / "ranks", "ranks", ranks_table(["q"], np.array([[1, ROWS]]), np.array([[1, 0.5]])), 2,
-            {"database": FeatureSet.open(str(base / "features")).as_input()})
+    publish(
+        tmp_path / "ranks",
+        "ranks",
+        ranks_table(["q"], np.array([[1, ROWS]]), np.array([[1, 0.5]])),
+        2,
+        {"database": FeatureSet.open(str(base / "features")).as_input()},
+    )
     with pytest.raises(CorruptDataError, match=f"name rows beyond the {ROWS} that were searched"):
         export_ranks(Ranks.open(str(tmp_path / "ranks")), str(tmp_path / "x.csv"))
     assert [path.name for path in tmp_path.iterdir()] == ["ranks"]
@@ -133,7 +148,7 @@ def test_a_graph_for_scikit_learn(base, tmp_path, capsys):
 
 
 def test_a_graph_of_scores_and_short_lists(tmp_path):
-    I, D = np.array([[1, 2], [0, -1], [-1, -1]]), np.array([[0.9, 0.5], [0.9, 0], [0, 0]], np.float32)  # noqa: E741
+    I, D = np.array([[1, 2], [0, -1], [-1, -1]]), np.array([[0.9, 0.5], [0.9, 0], [0, 0]], np.float32)
     publish(tmp_path / "graph", "neighbors", neighbors_table(I, D), 2, {})
     export_graph(NeighborGraph.open(str(tmp_path / "graph")), str(tmp_path / "g.npz"), similarities=True)
     expected = np.array([[0, 0.9, 0.5], [0.9, 0, 0], [0, 0, 0]], np.float32)
@@ -187,8 +202,9 @@ def test_two_different_exports_at_once_never_mix(base, tmp_path):
 def test_forged_sets_are_not_exported(tmp_path):
     """Checksums fit, values do not: NaN, and an id over two lines."""
     for name, ids, vectors, match in [
-            ("nan", ["a", "b"], np.array([[1, 0], [np.nan, 0]], np.float32), "row 1 holds NaN or infinity"),
-            ("lines", ["a", "b\nc"], np.eye(2, dtype=np.float32), "the id of row 1 is empty or holds a line break")]:
+        ("nan", ["a", "b"], np.array([[1, 0], [np.nan, 0]], np.float32), "row 1 holds NaN or infinity"),
+        ("lines", ["a", "b\nc"], np.eye(2, dtype=np.float32), "the id of row 1 is empty or holds a line break"),
+    ]:
         pending = Pending.begin(str(tmp_path / name), "features", {"dim": 2, "dtype": "float32"}, [2])
         pending.publish(0, features_table(ids, vectors))
         pending.finish()
@@ -198,13 +214,16 @@ def test_forged_sets_are_not_exported(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lines", "nan"]
 
 
-@pytest.mark.parametrize(("kind", "arguments", "words"), [
-    ("graph", ["--to", "x.npy"], "must end in one of .npz"),
-    ("ranks", ["--to", "x.npy"], "must end in one of .csv, .json"),
-    ("ranks", ["--to", "x.csv", "--factory", "Flat"], "--factory is of no use for"),
-    ("features", ["--to", "x.npy", "--similarities"], "--similarities is of no use for"),
-    ("model", ["--to", "x.npz"], "feature sets, ranks and neighbor graphs are exported"),
-])
+@pytest.mark.parametrize(
+    ("kind", "arguments", "words"),
+    [
+        ("graph", ["--to", "x.npy"], "must end in one of .npz"),
+        ("ranks", ["--to", "x.npy"], "must end in one of .csv, .json"),
+        ("ranks", ["--to", "x.csv", "--factory", "Flat"], "--factory is of no use for"),
+        ("features", ["--to", "x.npy", "--similarities"], "--similarities is of no use for"),
+        ("model", ["--to", "x.npz"], "feature sets, ranks and neighbor graphs are exported"),
+    ],
+)
 def test_exports_of_the_wrong_kind(base, tmp_path, capsys, monkeypatch, kind, arguments, words):
     monkeypatch.chdir(tmp_path)
     if kind == "model":

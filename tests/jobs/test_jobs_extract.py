@@ -48,6 +48,7 @@ def lattqe_extract(patch, *arguments):
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Call `lattqe extract` in this process: (exit code, stdout, stderr)."""
+
     def call(*arguments):
         code = lattqe_extract(monkeypatch, *arguments)
         printed = capsys.readouterr()
@@ -98,11 +99,11 @@ def bad_files():
         "archive.jpg": (archive.getvalue(), "not an image"),
         "pickle.jpg": (pickle.dumps({"a": 1}), "not an image"),
         "head.jpg": (files["JPEG"][:300], "cannot be decoded"),
-        "half.jpg": (files["JPEG"][:len(files["JPEG"]) // 2], "cannot be decoded"),
-        "half.png": (files["PNG"][:len(files["PNG"]) // 2], "cannot be decoded"),
+        "half.jpg": (files["JPEG"][: len(files["JPEG"]) // 2], "cannot be decoded"),
+        "half.png": (files["PNG"][: len(files["PNG"]) // 2], "cannot be decoded"),
         "flipped.png": (bytes(flipped), "cannot be decoded"),
-        "half.webp": (files["WEBP"][:len(files["WEBP"]) // 2], "cannot be decoded"),
-        "half.bmp": (files["BMP"][:len(files["BMP"]) // 2], "cannot be decoded"),
+        "half.webp": (files["WEBP"][: len(files["WEBP"]) // 2], "cannot be decoded"),
+        "half.bmp": (files["BMP"][: len(files["BMP"]) // 2], "cannot be decoded"),
         "bomb.png": (png_of(60_000, 60_000), "too large"),
         "large.png": (png_of(9_500, 9_500), "too large: 9500×9500 by its header, over 89000000 pixels"),
         "float.tif": (encoded(floats, "TIFF"), "floating-point"),
@@ -112,9 +113,18 @@ def bad_files():
 
 def write_good(folder, number):
     """Good files of many kinds, at home in three folders."""
-    kinds = [("png", lambda i: i), ("jpg", lambda i: i), ("gif", lambda i: i), ("webp", lambda i: i),
-             ("png", lambda i: i.convert("L")), ("png", lambda i: i.quantize(8)), ("jpg", lambda i: i.convert("CMYK")),
-             ("png", lambda i: i.convert("RGBA")), ("tif", lambda i: i), ("bmp", lambda i: i)]
+    kinds = [
+        ("png", lambda i: i),
+        ("jpg", lambda i: i),
+        ("gif", lambda i: i),
+        ("webp", lambda i: i),
+        ("png", lambda i: i.convert("L")),
+        ("png", lambda i: i.quantize(8)),
+        ("jpg", lambda i: i.convert("CMYK")),
+        ("png", lambda i: i.convert("RGBA")),
+        ("tif", lambda i: i),
+        ("bmp", lambda i: i),
+    ]
     suffix, change = kinds[number % len(kinds)]
     name = f"{'abc'[number % 3]}/{number:03}.{suffix}"
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +150,7 @@ def skipped_rows(uri):
     return list(csv.DictReader(io.StringIO(open_place(str(uri)).read("skipped.csv").decode())))
 
 
-def expected_vector(path, framing=None, box=None, scales=(1.0, 0.5 ** 0.5, 2 ** 0.5)):
+def expected_vector(path, framing=None, box=None, scales=(1.0, 0.5**0.5, 2**0.5)):
     """One image on its own, without threads, blocks or Ray."""
     pixels = decode(path.read_bytes(), framing or Framing(size=32), box)
     encoder = open_encoder(EncoderSpec(hook="tiny_encoder:make"), CPU)
@@ -155,8 +165,9 @@ def extracted(five_hundred, tmp_path_factory):
     for allowed in ("19", "20"):
         out, err = io.StringIO(), io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-            code = lattqe_extract(patch, five_hundred[0], "--to", to, *TINY, "--labels-from-folders",
-                                  "--max-bad", allowed, "--json")
+            code = lattqe_extract(
+                patch, five_hundred[0], "--to", to, *TINY, "--labels-from-folders", "--max-bad", allowed, "--json"
+            )
         said.append((code, out.getvalue(), err.getvalue()))
     return to, said
 
@@ -249,8 +260,11 @@ def test_queries_of_a_ground_truth_are_cropped(tmp_path, run):
     for number, name in enumerate(("q1", "q2", "d2")):
         noise(number, 60, 45).save(folder / f"{name}.png")
     boxes = [(3.2, 4.0, 40.9, 30.0), (10.0, 0.0, 60.0, 45.0)]
-    truth = {"imlist": ["d2", "d1"], "qimlist": ["q2", "q1"],
-             "gnd": [{"easy": [0], "hard": [], "junk": [1], "bbx": list(box)} for box in boxes]}
+    truth = {
+        "imlist": ["d2", "d1"],
+        "qimlist": ["q2", "q1"],
+        "gnd": [{"easy": [0], "hard": [], "junk": [1], "bbx": list(box)} for box in boxes],
+    }
     (tmp_path / "gnd.pkl").write_bytes(pickle.dumps(truth))
     common = (folder, *TINY, "--gnd", tmp_path / "gnd.pkl", "--scales", "1")
     assert run(*common, "--to", tmp_path / "queries", "--queries")[0] == 0
@@ -273,8 +287,16 @@ def test_published_network_from_disk_and_from_s3(tmp_path, s3_uri, run):
     torch.manual_seed(0)
     network = RetrievalNet("resnet50").eval()
     torch.nn.init.constant_(network.pool.p, 2.9)
-    meta = {"architecture": "resnet50", "local_whitening": False, "pooling": "gem", "regional": False,
-            "whitening": True, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "outputdim": 2048}
+    meta = {
+        "architecture": "resnet50",
+        "local_whitening": False,
+        "pooling": "gem",
+        "regional": False,
+        "whitening": True,
+        "mean": [0.485, 0.456, 0.406],
+        "std": [0.229, 0.224, 0.225],
+        "outputdim": 2048,
+    }
     torch.save({"meta": meta, "state_dict": network.state_dict()}, tmp_path / "net.pth")
     images = tmp_path / "images"
     images.mkdir()
@@ -317,9 +339,14 @@ def test_killed_driver_is_continued_to_the_same_bytes(tmp_path, monkeypatch, run
     environment.pop("RAY_ADDRESS", None)
 
     def start(to):
-        return subprocess.Popen([sys.executable, "-m", "jobs.extract", str(images), "--to", str(to), *options],
-                                env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                                start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, "-m", "jobs.extract", str(images), "--to", str(to), *options],
+            env=environment,
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     def stored(to):
         return len(list((to / "_work" / "blocks" / "_work").glob("part-*.json")))
@@ -340,27 +367,34 @@ def test_killed_driver_is_continued_to_the_same_bytes(tmp_path, monkeypatch, run
         assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["IMAGES", "--to", "OUT"], "without a network there are no descriptors"),
-    (["IMAGES", "--to", "OUT", "--encoder", "nothing:at_all"], "ModuleNotFoundError"),
-    (["IMAGES", "--to", "OUT", "--checkpoint", "IMAGES/a/000.png"], "refused, it is not a file of plain tensors"),
-    (["NOWHERE", "--to", "OUT", *TINY], "there are no images at"),
-    (["IMAGES", "--to", "IMAGES/features", *TINY], "lies within"),
-    (["IMAGES", "--to", "OUT", *TINY, "--queries"], "--queries needs --gnd"),
-    (["IMAGES", "--to", "OUT", *TINY, "--max-bad", "many"], "--max-bad 'many'"),
-    (["IMAGES", "--to", "OUT", *TINY, "--scales", "big"], "scales 'big'"),
-    (["IMAGES", "--to", "OUT", *TINY, "--dtype", "int8"], "int8"),
-    (["IMAGES", "--to", "OUT", *TINY, "--mean", "1,2"], "--mean '1,2' is not three numbers"),
-    (["IMAGES", "--to", "OUT", *TINY, "--batch", "0"], "--batch 0"),
-    (["IMAGES", "--to", "OUT", *TINY, "--workers", "0"], "--workers 0"),
-    (["IMAGES", "--to", "OUT", *TINY, "--device", "tpu"], "'tpu' is not auto, cpu or cuda"),
-    (["IMAGES", "--to", "OUT", *TINY, "--device", "cuda"], "the cluster has no GPU"),
-    (["IMAGES", "--to", "OUT", *TINY, "--max-pixels", "0"], "max pixels must be at least 1"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["IMAGES", "--to", "OUT"], "without a network there are no descriptors"),
+        (["IMAGES", "--to", "OUT", "--encoder", "nothing:at_all"], "ModuleNotFoundError"),
+        (["IMAGES", "--to", "OUT", "--checkpoint", "IMAGES/a/000.png"], "refused, it is not a file of plain tensors"),
+        (["NOWHERE", "--to", "OUT", *TINY], "there are no images at"),
+        (["IMAGES", "--to", "IMAGES/features", *TINY], "lies within"),
+        (["IMAGES", "--to", "OUT", *TINY, "--queries"], "--queries needs --gnd"),
+        (["IMAGES", "--to", "OUT", *TINY, "--max-bad", "many"], "--max-bad 'many'"),
+        (["IMAGES", "--to", "OUT", *TINY, "--scales", "big"], "scales 'big'"),
+        (["IMAGES", "--to", "OUT", *TINY, "--dtype", "int8"], "int8"),
+        (["IMAGES", "--to", "OUT", *TINY, "--mean", "1,2"], "--mean '1,2' is not three numbers"),
+        (["IMAGES", "--to", "OUT", *TINY, "--batch", "0"], "--batch 0"),
+        (["IMAGES", "--to", "OUT", *TINY, "--workers", "0"], "--workers 0"),
+        (["IMAGES", "--to", "OUT", *TINY, "--device", "tpu"], "'tpu' is not auto, cpu or cuda"),
+        (["IMAGES", "--to", "OUT", *TINY, "--device", "cuda"], "the cluster has no GPU"),
+        (["IMAGES", "--to", "OUT", *TINY, "--max-pixels", "0"], "max pixels must be at least 1"),
+    ],
+)
 def test_mistakes_are_one_line(tmp_path, run, arguments, message):
     write_good(tmp_path / "IMAGES", 0)
-    code, out, err = run(*(tmp_path / argument if argument.startswith(("IMAGES", "NOWHERE", "OUT")) else argument
-                           for argument in arguments))
+    code, out, err = run(
+        *(
+            tmp_path / argument if argument.startswith(("IMAGES", "NOWHERE", "OUT")) else argument
+            for argument in arguments
+        )
+    )
     assert (code, out) == (2, "")
     lines = [line for line in err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1

@@ -110,8 +110,10 @@ def test_grown_with_hops_equals_from_scratch(features, graph, data, tmp_path, ca
     new = write(tmp_path / "new", data[ROWS:], first=ROWS)
     (tmp_path / "leave").write_text("r5\nr800\n")
     capsys.readouterr()
-    assert call(append, tmp_path / "index", new.uri, "--remove", tmp_path / "leave", "--to", tmp_path / "grown",
-                "--json") == 0
+    assert (
+        call(append, tmp_path / "index", new.uri, "--remove", tmp_path / "leave", "--to", tmp_path / "grown", "--json")
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
     grown = FeatureSet.open(str(tmp_path / "grown"))
     assert told["rows_touched"] == told["expanded_rows"] < ROWS / 2, "edges of the others were taken over"
@@ -131,8 +133,15 @@ def test_spoilt_vectors_and_spoilt_edges_are_found(features, graph, tmp_path, ca
     vectors = table.column("vector").combine_chunks()
     order = np.arange(ROWS)
     order[7] = 8
-    spoilt = Pending.begin(str(tmp_path / "spoilt"), "features", index.content_fields(), [ROWS], schema=table.schema,
-                           config=index.manifest.config, inputs=index.manifest.inputs)
+    spoilt = Pending.begin(
+        str(tmp_path / "spoilt"),
+        "features",
+        index.content_fields(),
+        [ROWS],
+        schema=table.schema,
+        config=index.manifest.config,
+        inputs=index.manifest.inputs,
+    )
     column = table.column_names.index("vector")
     spoilt.publish(0, table.set_column(column, table.schema.field(column), vectors.take(order)))
     spoilt.finish()
@@ -145,8 +154,15 @@ def test_spoilt_vectors_and_spoilt_edges_are_found(features, graph, tmp_path, ca
     wrong.publish(0, edges_table(rows[:, 1:], weights))
     wrong.finish()
     entry = Edges.open(str(tmp_path / "edges")).as_input()
-    other = Pending.begin(str(tmp_path / "other"), "features", index.content_fields(), [ROWS], schema=table.schema,
-                          config=index.manifest.config, inputs={**index.manifest.inputs, "edges": entry})
+    other = Pending.begin(
+        str(tmp_path / "other"),
+        "features",
+        index.content_fields(),
+        [ROWS],
+        schema=table.schema,
+        config=index.manifest.config,
+        inputs={**index.manifest.inputs, "edges": entry},
+    )
     other.publish(0, table)
     other.finish()
     assert call(verify, tmp_path / "other", "--recompute", ROWS) == 1
@@ -161,10 +177,16 @@ def test_too_many_rows_to_hop_again_are_told(features, graph, tmp_path, capsys, 
     assert "its 2 hops were not: 900 rows are too many for one process" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    (["--hops", 0], "hops is 0: use a whole number from 1"), (["--hops", 1000], "hops is 1000"),
-    (["--hops", 4, "--hop-alpha", 0], "the share of the neighbors is 0.0: use a number between 0 and 1"),
-    (["--hops", 4, "--hop-alpha", 1.5], "is 1.5"), (["--hop-alpha", 0.5], "--hop-alpha belongs to several hops")])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--hops", 0], "hops is 0: use a whole number from 1"),
+        (["--hops", 1000], "hops is 1000"),
+        (["--hops", 4, "--hop-alpha", 0], "the share of the neighbors is 0.0: use a number between 0 and 1"),
+        (["--hops", 4, "--hop-alpha", 1.5], "is 1.5"),
+        (["--hop-alpha", 0.5], "--hop-alpha belongs to several hops"),
+    ],
+)
 def test_bad_numbers_are_refused_in_one_line(features, graph, tmp_path, capsys, options, said):
     assert hopped(features, graph, tmp_path / "index", *options) == 2
     shown = capsys.readouterr().err

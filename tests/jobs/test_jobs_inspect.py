@@ -20,11 +20,20 @@ def artifacts(tmp_path_factory):
     """A feature set of several parts, a graph, ranks and a model."""
     base = tmp_path_factory.mktemp("artifacts")
     source = {"source": {"uri": "vectors.npy", "digest": "d1", "kind": "file.npy"}}
-    with FeatureWriter(str(base / "features"), 8, labels=True, part_bytes=2000, inputs=source,
-                       config={"note": "[bold]not markup[/oops]"}) as writer:
-        writer.append(np.random.default_rng(0).standard_normal((300, 8)), [f"image {i}" for i in range(300)],
-                      labels=np.arange(300) // 10)
-    I, D = (np.arange(300)[:, None] + [[1, 2]]) % 300, np.tile(np.float32([0.5, 0.25]), (300, 1))  # noqa: E741
+    with FeatureWriter(
+        str(base / "features"),
+        8,
+        labels=True,
+        part_bytes=2000,
+        inputs=source,
+        config={"note": "[bold]not markup[/oops]"},
+    ) as writer:
+        writer.append(
+            np.random.default_rng(0).standard_normal((300, 8)),
+            [f"image {i}" for i in range(300)],
+            labels=np.arange(300) // 10,
+        )
+    I, D = (np.arange(300)[:, None] + [[1, 2]]) % 300, np.tile(np.float32([0.5, 0.25]), (300, 1))
     for kind, table in (("neighbors", neighbors_table(I, D)), ("ranks", ranks_table(writer.close().ids(), I, D))):
         role = "database" if kind == "ranks" else "features"
         pending = Pending.begin(str(base / kind), kind, {"k": 2}, [300], inputs={role: writer.close().as_input()})
@@ -37,6 +46,7 @@ def artifacts(tmp_path_factory):
 @pytest.fixture
 def run(capsys):
     """Call a job in this process as the command line would: (exit code, stdout, stderr on one line)."""
+
     def call(module, *arguments):
         code = 0
         try:
@@ -49,13 +59,25 @@ def run(capsys):
     return call
 
 
-@pytest.mark.parametrize(("kind", "shown"), [
-    ("features", ["a feature set", "300 × 8 float16", "label: int32", "vectors.npy (file.npy, digest d1)", "image 2",
-                  "[bold]not markup[/oops]"]),
-    ("neighbors", ["a neighbor graph", "300 × 2", "(features, digest", '"scores": [0.5, 0.25]']),
-    ("ranks", ["a list of ranks", "300 × 2", '"id": "image 0", "neighbors": ["image 1", "image 2"]']),
-    ("model", ["a model", "1, 20 parameters", '{"map": 0.5}', "heads"]),
-])
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [
+        (
+            "features",
+            [
+                "a feature set",
+                "300 × 8 float16",
+                "label: int32",
+                "vectors.npy (file.npy, digest d1)",
+                "image 2",
+                "[bold]not markup[/oops]",
+            ],
+        ),
+        ("neighbors", ["a neighbor graph", "300 × 2", "(features, digest", '"scores": [0.5, 0.25]']),
+        ("ranks", ["a list of ranks", "300 × 2", '"id": "image 0", "neighbors": ["image 1", "image 2"]']),
+        ("model", ["a model", "1, 20 parameters", '{"map": 0.5}', "heads"]),
+    ],
+)
 def test_info_tells_what_an_artifact_is(run, artifacts, kind, shown):
     code, out, err = run(jobs.info, artifacts / kind)
     assert (code, out) == (0, "")
@@ -158,14 +180,17 @@ def test_export_to_s3(run, artifacts, s3_uri):
     assert (code, "already up to date" in err) == (0, True)
 
 
-@pytest.mark.parametrize(("arguments", "match"), [
-    (["--to", "x.csv"], "must end in one of .npy"),
-    (["--to", "x.npy", "--factory", "Flat"], "of no use for a .npy file"),
-    (["--to", "x.faiss", "--factory", "Nonsense7"], "does not know the factory string 'Nonsense7'"),
-    (["--to", "x.faiss", "--factory", "IVF3000,Flat"], "cannot train 'IVF3000,Flat' on 300 rows"),
-    (["--to", "taken.npy"], "taken.npy exists already"),
-    (["--to", "taken.npy/x.npy"], "a file stands where a folder is needed"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--to", "x.csv"], "must end in one of .npy"),
+        (["--to", "x.npy", "--factory", "Flat"], "of no use for a .npy file"),
+        (["--to", "x.faiss", "--factory", "Nonsense7"], "does not know the factory string 'Nonsense7'"),
+        (["--to", "x.faiss", "--factory", "IVF3000,Flat"], "cannot train 'IVF3000,Flat' on 300 rows"),
+        (["--to", "taken.npy"], "taken.npy exists already"),
+        (["--to", "taken.npy/x.npy"], "a file stands where a folder is needed"),
+    ],
+)
 def test_exports_that_cannot_be(run, artifacts, tmp_path, monkeypatch, arguments, match):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.npy").write_text("mine")
@@ -177,7 +202,7 @@ def test_exports_that_cannot_be(run, artifacts, tmp_path, monkeypatch, arguments
 
 def test_info_of_a_graph_shows_hubs_and_similarities(run, artifacts, tmp_path):
     """Against slow twins; row 0 is in every list, two rows are in none, one has no neighbor."""
-    I = np.array([[1, 2], [0, 2], [0, 1], [0, 1], [-1, -1]])  # noqa: E741
+    I = np.array([[1, 2], [0, 2], [0, 1], [0, 1], [-1, -1]])
     D = np.array([[0.9, 0.5], [0.9, 0.4], [0.5, 0.4], [0.3, 0.1], [0, 0]], np.float32)
     pending = Pending.begin(str(tmp_path / "graph"), "neighbors", {"k": 2}, [5])
     pending.publish(0, neighbors_table(I, D))

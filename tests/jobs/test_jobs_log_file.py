@@ -62,17 +62,24 @@ def test_runs_append_and_errors_are_told(tmp_path):
     assert call(whiten, "learn", tmp_path / "none", "--to", tmp_path / "w", "--log-file", log) == 2
     lines = read(log)
     assert [(line["job"], line["event"]) for line in lines] == [
-        ("import", "start"), ("import", "error"), ("whiten learn", "start"), ("whiten learn", "error")]
+        ("import", "start"),
+        ("import", "error"),
+        ("whiten learn", "start"),
+        ("whiten learn", "error"),
+    ]
     assert lines[1]["level"] == "error"
     assert "none.npy" in lines[1]["message"]
 
 
-@pytest.mark.parametrize(("raised", "told"), [
-    (KeyboardInterrupt(), {"event": "interrupted", "level": "warning"}),
-    (SystemExit(3), {"event": "finish", "exit_code": 3, "level": "warning"}),
-    (LattqeError("fix it"), {"event": "error", "message": "fix it", "error": "LattqeError"}),
-    (ZeroDivisionError("a bug"), {"event": "error", "level": "critical", "error": "ZeroDivisionError"}),
-])
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (KeyboardInterrupt(), {"event": "interrupted", "level": "warning"}),
+        (SystemExit(3), {"event": "finish", "exit_code": 3, "level": "warning"}),
+        (LattqeError("fix it"), {"event": "error", "message": "fix it", "error": "LattqeError"}),
+        (ZeroDivisionError("a bug"), {"event": "error", "level": "critical", "error": "ZeroDivisionError"}),
+    ],
+)
 def test_every_end_is_told(tmp_path, raised, told):
     def main() -> None:
         show_table("[plan]", {"loss": float("nan")}, plan=True)

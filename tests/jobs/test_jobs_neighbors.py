@@ -32,12 +32,14 @@ def command(*arguments):
 @pytest.mark.kill
 def test_killed_driver_and_the_same_command_again(features, tmp_path):
     """Kill -9 when a few lists are written; the second run continues, and gives the bytes of an undisturbed one."""
+
     def words(to):
         return command(features.uri, "-k", 9, "--to", to, "--workers", 2, "--block-rows", 40, "--json")
 
     def start(to):
-        return subprocess.Popen(words(to), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                start_new_session=True)
+        return subprocess.Popen(
+            words(to), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     to = killed_midway(start, tmp_path, lambda to: len(list((to / "_work" / "lists").glob("*"))) >= 20)
     arguments = words(to)
@@ -57,11 +59,14 @@ def test_killed_driver_and_the_same_command_again(features, tmp_path):
     assert json.loads(third.stdout)["digest"] == facts["digest"], "a finished graph is found, not made again"
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--against", "FEATURES"], "--against and --into belong together"),
-    (["--against", "FEATURES", "--into", "FEATURES"], "but a neighbor graph (kind 'neighbors') is needed here"),
-    (["-k", "0"], "Invalid value for '-k'"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--against", "FEATURES"], "--against and --into belong together"),
+        (["--against", "FEATURES", "--into", "FEATURES"], "but a neighbor graph (kind 'neighbors') is needed here"),
+        (["-k", "0"], "Invalid value for '-k'"),
+    ],
+)
 def test_refusals_are_one_line(features, tmp_path, options, message):
     options = [features.uri if option == "FEATURES" else option for option in options]
     done = subprocess.run(command(features.uri, "--to", tmp_path / "graph", *options), capture_output=True, text=True)

@@ -48,18 +48,29 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     registry = folder / "lattqe" / "expansion" / "registry.py"
     content = registry.read_text()
     assert content.count("METHODS: dict[str, type[Method]] = {\n") == 1
-    content = content.replace("METHODS: dict[str, type[Method]] = {\n",
-                              'METHODS: dict[str, type[Method]] = {\n    "threshold": ThresholdExpansion,\n')
-    registry.write_text(content.replace("from lattqe.expansion.base import Method\n",
-                                        "from lattqe.expansion.base import Method\n"
-                                        "from lattqe.expansion.threshold import ThresholdExpansion\n"))
+    content = content.replace(
+        "METHODS: dict[str, type[Method]] = {\n",
+        'METHODS: dict[str, type[Method]] = {\n    "threshold": ThresholdExpansion,\n',
+    )
+    registry.write_text(
+        content.replace(
+            "from lattqe.expansion.base import Method\n",
+            "from lattqe.expansion.base import Method\nfrom lattqe.expansion.threshold import ThresholdExpansion\n",
+        )
+    )
     return folder
 
 
 def call(copied: Path, *words: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(copied), "COLUMNS": "200"}
-    done = subprocess.run([sys.executable, "-m", "jobs.cli", *words], cwd=copied, env=environment, text=True,
-                          capture_output=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-m", "jobs.cli", *words],
+        cwd=copied,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -74,12 +85,24 @@ def write(folder: Path, name: str, seed: int, images: int) -> str:
 
 
 def test_a_new_method_goes_everywhere(copied: Path, tmp_path: Path) -> None:
-    database, queries, new = (write(tmp_path, *each) for each in
-                              (("database", 1, 20), ("queries", 2, 3), ("new", 3, 2)))
+    database, queries, new = (
+        write(tmp_path, *each) for each in (("database", 1, 20), ("queries", 2, 3), ("new", 3, 2))
+    )
     x = FeatureSet.open(database).read()
     assert "--threshold" in call(copied, "augment", "--help")
-    call(copied, "augment", database, "--method", "threshold", "--threshold", "0.3", "-k", "5", "--to",
-         str(tmp_path / "index"))
+    call(
+        copied,
+        "augment",
+        database,
+        "--method",
+        "threshold",
+        "--threshold",
+        "0.3",
+        "-k",
+        "5",
+        "--to",
+        str(tmp_path / "index"),
+    )
     scores = x @ x.T
     np.fill_diagonal(scores, -2)
     expected = x.copy()
@@ -90,8 +113,22 @@ def test_a_new_method_goes_everywhere(copied: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(FeatureSet.open(str(tmp_path / "index")).read(), expected, atol=1e-5)
     call(copied, "append", str(tmp_path / "index"), new, "--to", str(tmp_path / "grown"))
     assert FeatureSet.open(str(tmp_path / "grown")).rows == len(x) + 12
-    call(copied, "search", str(tmp_path / "grown"), queries, "-k", "7", "--expand", "threshold", "--threshold", "0.4",
-         "--nqe", "3", "--to", str(tmp_path / "ranks"))
+    call(
+        copied,
+        "search",
+        str(tmp_path / "grown"),
+        queries,
+        "-k",
+        "7",
+        "--expand",
+        "threshold",
+        "--threshold",
+        "0.4",
+        "--nqe",
+        "3",
+        "--to",
+        str(tmp_path / "ranks"),
+    )
     assert '"threshold": 0.4' in (tmp_path / "ranks" / "manifest.json").read_text()
 
     (tmp_path / "run.toml").write_text(RUN)

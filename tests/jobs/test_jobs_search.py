@@ -49,16 +49,19 @@ def in_memory(sets, k, method=None, nqe=0, distractors=False):
 
 WAYS = [
     (["--distractors"], {"distractors": True}),
-    (["--distractors", "--expand", "alphaqe", "--nqe", 12, "--alpha", 2],
-     {"distractors": True, "method": ("alphaqe", {"alpha": 2.0}), "nqe": 12}),
+    (
+        ["--distractors", "--expand", "alphaqe", "--nqe", 12, "--alpha", 2],
+        {"distractors": True, "method": ("alphaqe", {"alpha": 2.0}), "nqe": 12},
+    ),
     (["--expand", "dqe", "--nqe", 4], {"method": ("dqe", {}), "nqe": 4}),
 ]
 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.parametrize(("options", "expected"), [(["--workers", 1], {}),
-                                                   *((["--workers", 2, *words], wanted) for words, wanted in WAYS)])
+@pytest.mark.parametrize(
+    ("options", "expected"), [(["--workers", 1], {}), *((["--workers", 2, *words], wanted) for words, wanted in WAYS)]
+)
 def test_ranks_in_shards_are_those_of_an_exact_search(sets, tmp_path, options, expected):
     check_ranks(sets, tmp_path, options, expected)
 
@@ -69,8 +72,11 @@ def test_ranks_in_this_process_are_those_of_an_exact_search(sets, tmp_path, opti
 
 
 def check_ranks(sets, tmp_path, options, expected):
-    options = [item for option in options
-               for item in ([option, sets["distractors"].uri] if option == "--distractors" else [option])]
+    options = [
+        item
+        for option in options
+        for item in ([option, sets["distractors"].uri] if option == "--distractors" else [option])
+    ]
     if "method" in expected:
         name, params = expected["method"]
         expected = expected | {"method": create(name, **params)}
@@ -106,11 +112,14 @@ def test_a_stopped_search_goes_on(sets, tmp_path, monkeypatch):
         search(sets, tmp_path / "ranks", "-k", 5)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--nqe", 3], "--nqe needs --expand"),
-    (["--expand", "aqe", "--alpha", 3], "--alpha belongs to alphaqe"),
-    (["--expand", "lattqe", "--model", "lattqe://nothing"], "no model of that name is part of lattqe"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nqe", 3], "--nqe needs --expand"),
+        (["--expand", "aqe", "--alpha", 3], "--alpha belongs to alphaqe"),
+        (["--expand", "lattqe", "--model", "lattqe://nothing"], "no model of that name is part of lattqe"),
+    ],
+)
 def test_refusals(sets, tmp_path, options, message):
     with pytest.raises(LattqeError, match=message):
         search(sets, tmp_path / "ranks", *options)

@@ -35,8 +35,13 @@ def arguments(sets: dict[str, str], to: Path, *settings: str) -> list[str]:
 
 
 def start(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", "jobs.train", *words], text=True, start_new_session=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-m", "jobs.train", *words],
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 @pytest.mark.ray
@@ -67,8 +72,9 @@ def test_a_killed_driver_continues_to_the_same_weights(sets: dict[str, str], tmp
 
 @pytest.mark.ray
 @pytest.mark.kill
-@pytest.mark.parametrize(("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"),
-                                                      (signal.SIGTERM, 143, "terminated")])
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
 def test_a_signal_saves_a_checkpoint_and_ends_the_training(
     sets: dict[str, str], tmp_path: Path, number: signal.Signals, code: int, word: str
 ) -> None:
@@ -85,8 +91,11 @@ def test_a_signal_saves_a_checkpoint_and_ends_the_training(
     kept = json.loads((tmp_path / "model" / "_work" / "state.json").read_bytes())["step"]
     assert kept > 0
     last = shown.strip().splitlines()[-1]
-    assert re.fullmatch(rf"{word}: train [\d,]+ of [\d,]+; checkpoint of update {kept:,}; what is finished is "
-                        r"kept, run the same command again to go on", last), shown
+    assert re.fullmatch(
+        rf"{word}: train [\d,]+ of [\d,]+; checkpoint of update {kept:,}; what is finished is "
+        r"kept, run the same command again to go on",
+        last,
+    ), shown
     assert "Traceback" not in shown
 
 
@@ -138,19 +147,22 @@ def test_classes_of_one_image_only_are_refused(sets: dict[str, str], tmp_path: P
         train(plan)
 
 
-@pytest.mark.parametrize(("setting", "message"), [
-    ("stepz=3", "there is no setting 'stepz'"),
-    ("steps", "write key=value"),
-    ("steps=many", "'many' is not a int"),
-    ("sampler=magic", "use one of tuples, worlds"),
-    ("network.heads=3", "3 heads do not divide"),
-    ("batch=9", "does not fall into 4 slots"),
-    ("k_max=99", "has ranks for 16"),
-    ("contrastive=0", "no ranking loss"),
-    ("learning_rate=0", "use a number above 0"),
-    ("drop_max=1.5", "use a share from 0"),
-    ("validate_k=0", "give whole numbers from 1"),
-])
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("stepz=3", "there is no setting 'stepz'"),
+        ("steps", "write key=value"),
+        ("steps=many", "'many' is not a int"),
+        ("sampler=magic", "use one of tuples, worlds"),
+        ("network.heads=3", "3 heads do not divide"),
+        ("batch=9", "does not fall into 4 slots"),
+        ("k_max=99", "has ranks for 16"),
+        ("contrastive=0", "no ranking loss"),
+        ("learning_rate=0", "use a number above 0"),
+        ("drop_max=1.5", "use a share from 0"),
+        ("validate_k=0", "give whole numbers from 1"),
+    ],
+)
 def test_bad_settings_are_refused_by_name(sets: dict[str, str], tmp_path: Path, setting: str, message: str) -> None:
     assert message in refusal(arguments(sets, tmp_path / "model", setting))
 

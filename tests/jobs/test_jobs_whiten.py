@@ -17,6 +17,7 @@ from lattqe.whitening import Whitening
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Call `lattqe whiten` in this process: (exit code, stdout, stderr)."""
+
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["lattqe", "whiten", *map(str, arguments)])
         try:
@@ -43,13 +44,15 @@ def features(tmp_path):
 
 @pytest.mark.parametrize("method", ["pca", "half", "full", "learned"])
 def test_learn_and_apply(features, tmp_path, run, method):
-    code, out, err = run("learn", features.uri, "--method", method, "--dim", "6", "--to", tmp_path / "whitening",
-                         "--json")
+    code, out, err = run(
+        "learn", features.uri, "--method", method, "--dim", "6", "--to", tmp_path / "whitening", "--json"
+    )
     assert code == 0, err
     told = json.loads(out)
     assert (told["method"], told["dim"], told["input_dim"], told["rows"]) == (method, 6, 16, 200)
-    code, out, err = run("apply", features.uri, "--whitening", tmp_path / "whitening", "--to", tmp_path / "out",
-                         "--json")
+    code, out, err = run(
+        "apply", features.uri, "--whitening", tmp_path / "whitening", "--to", tmp_path / "out", "--json"
+    )
     assert code == 0, err
     whitened = FeatureSet.open(str(tmp_path / "out"))
     whitened.verify()
@@ -70,8 +73,11 @@ def test_on_s3(features, s3_uri, run):
 def test_whitening_of_a_published_network(tmp_path, run, monkeypatch):
     """Only `meta['Lw']` is looked at here: the check of the network's keys has its own tests."""
     rng = np.random.default_rng(0)
-    carried = {"retrieval-SfM-120k": {scales: {"m": rng.normal(size=(16, 1)), "P": rng.normal(size=(12, 16))}
-                                      for scales in ("ss", "ms")}}
+    carried = {
+        "retrieval-SfM-120k": {
+            scales: {"m": rng.normal(size=(16, 1)), "P": rng.normal(size=(12, 16))} for scales in ("ss", "ms")
+        }
+    }
     file = io.BytesIO()
     torch.save({"meta": {"architecture": "resnet50", "Lw": carried}, "state_dict": {}}, file)
     (tmp_path / "net.pth").write_bytes(file.getvalue())
@@ -93,20 +99,22 @@ def test_whitening_of_a_published_network(tmp_path, run, monkeypatch):
 
 def test_network_without_a_whitening(tmp_path, run, monkeypatch):
     (tmp_path / "net.pth").write_bytes(b"")
-    monkeypatch.setattr("lattqe.extraction.checkpoint.read_checkpoint",
-                        lambda *_: Checkpoint("resnet50", True, {}))
+    monkeypatch.setattr("lattqe.extraction.checkpoint.read_checkpoint", lambda *_: Checkpoint("resnet50", True, {}))
     code, _, err = run("from-checkpoint", tmp_path / "net.pth", "--to", tmp_path / "none")
     assert code == 2
     assert "carries no whitening" in err
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["learn", "FEATURES", "--to", "OUT", "--method", "zca"], "method 'zca' is not known"),
-    (["learn", "FEATURES", "--to", "OUT", "--dim", "17"], "dim 17 is not within"),
-    (["learn", "NOWHERE", "--to", "OUT"], "NOWHERE"),
-    (["apply", "FEATURES", "--whitening", "FEATURES", "--to", "OUT"], "feature set"),
-    (["apply", "FEATURES", "--whitening", "NOWHERE", "--to", "OUT"], "NOWHERE"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["learn", "FEATURES", "--to", "OUT", "--method", "zca"], "method 'zca' is not known"),
+        (["learn", "FEATURES", "--to", "OUT", "--dim", "17"], "dim 17 is not within"),
+        (["learn", "NOWHERE", "--to", "OUT"], "NOWHERE"),
+        (["apply", "FEATURES", "--whitening", "FEATURES", "--to", "OUT"], "feature set"),
+        (["apply", "FEATURES", "--whitening", "NOWHERE", "--to", "OUT"], "NOWHERE"),
+    ],
+)
 def test_mistakes_are_one_line(features, tmp_path, run, arguments, message):
     paths = {"FEATURES": features.uri, "OUT": tmp_path / "OUT", "NOWHERE": tmp_path / "NOWHERE"}
     code, out, err = run(*(paths.get(argument, argument) for argument in arguments))

@@ -14,8 +14,21 @@ from lattqe.expansion.base import aggregate
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.model.gated import FEATURES, WholeList, read
 
-GATED = LAttQEConfig(dim=16, relational=True, relation_bias=True, background=12, gated=True, visual=False, width=16,
-                     heads=2, ffn=16, layers=2, max_k=8, activation="gelu", dropout=0.0)
+GATED = LAttQEConfig(
+    dim=16,
+    relational=True,
+    relation_bias=True,
+    background=12,
+    gated=True,
+    visual=False,
+    width=16,
+    heads=2,
+    ffn=16,
+    layers=2,
+    max_k=8,
+    activation="gelu",
+    dropout=0.0,
+)
 
 
 def make(seed=0, config=GATED):
@@ -82,18 +95,21 @@ def test_what_is_not_valid_has_no_say():
 
 def test_a_list_known_by_its_mean_and_its_scores_is_weighed_like_the_list_itself():
     network, items = make(), ranked(4, 12, 16)
-    whole = WholeList(items[:, 1:].mean(1), (items[:, 1:] @ items[:, 0, :, None])[..., 0],
-                      torch.ones(4, 12, dtype=torch.bool))
+    whole = WholeList(
+        items[:, 1:].mean(1), (items[:, 1:] @ items[:, 0, :, None])[..., 0], torch.ones(4, 12, dtype=torch.bool)
+    )
     found, beta = network.weigh(items[:, :7], torch.ones(4, 7, dtype=torch.bool), whole)
     expanded = torch.bmm(found.weights[:, None], items[:, :7])[:, 0] - beta[:, None] * whole.background
-    assert torch.allclose(torch.nn.functional.normalize(expanded, dim=-1),
-                          aggregate(network(items, k=6).weights, items), atol=1e-5)
+    assert torch.allclose(
+        torch.nn.functional.normalize(expanded, dim=-1), aggregate(network(items, k=6).weights, items), atol=1e-5
+    )
 
 
 def test_features_of_a_list_are_what_a_loop_finds():
     items = ranked(1, 5, 8)
-    whole = WholeList(items[:, 1:].mean(1), (items[:, 1:] @ items[:, 0, :, None])[..., 0],
-                      torch.ones(1, 5, dtype=torch.bool))
+    whole = WholeList(
+        items[:, 1:].mean(1), (items[:, 1:] @ items[:, 0, :, None])[..., 0], torch.ones(1, 5, dtype=torch.bool)
+    )
     reading = read(items, torch.ones(1, 6, dtype=torch.bool), whole)
     x, b = items[0].double().numpy(), whole.background[0].double().numpy()
     centred = (x - b) / np.linalg.norm(x - b, axis=1, keepdims=True)

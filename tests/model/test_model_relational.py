@@ -12,8 +12,21 @@ from lattqe.expansion.base import aggregate
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.model.relational import HEAD_OF_LIST, background_share, relate
 
-CONFIG = LAttQEConfig(dim=12, layers=2, heads=4, width=16, ffn=24, max_k=20, activation="gelu", visual=False,
-                      relation_bias=True, relational=True, background=15, auxiliary="none", temperature_start=0.4)
+CONFIG = LAttQEConfig(
+    dim=12,
+    layers=2,
+    heads=4,
+    width=16,
+    ffn=24,
+    max_k=20,
+    activation="gelu",
+    visual=False,
+    relation_bias=True,
+    relational=True,
+    background=15,
+    auxiliary="none",
+    temperature_start=0.4,
+)
 
 
 def unit(seed: int, *shape: int) -> torch.Tensor:
@@ -53,11 +66,24 @@ def slow_features(x: np.ndarray, background: np.ndarray) -> np.ndarray:
     for i, v in enumerate(vectors):
         likeness = [float(v @ d) for d in x[1:]]
         first = np.mean([float(v @ x[j]) for j in head])
-        rows.append([
-            s[i], np.log1p(i) / 3, float(i == 0), float(i == k + 1), np.clip((s[i] - mean) / spread, -3, 3) / 2, mean,
-            5 * spread, np.mean(likeness), first, 3 * (first - float(v @ direction)),
-            np.mean([value > s[i] for value in likeness]), 2 * float(apart[i] @ apart[0]),
-            2 * np.mean([float(apart[i] @ apart[j]) for j in head]), min(i / k, 1)])
+        rows.append(
+            [
+                s[i],
+                np.log1p(i) / 3,
+                float(i == 0),
+                float(i == k + 1),
+                np.clip((s[i] - mean) / spread, -3, 3) / 2,
+                mean,
+                5 * spread,
+                np.mean(likeness),
+                first,
+                3 * (first - float(v @ direction)),
+                np.mean([value > s[i] for value in likeness]),
+                2 * float(apart[i] @ apart[0]),
+                2 * np.mean([float(apart[i] @ apart[j]) for j in head]),
+                min(i / k, 1),
+            ]
+        )
     return np.array(rows)
 
 

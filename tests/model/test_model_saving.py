@@ -96,10 +96,23 @@ def test_refusals_name_the_setting():
     assert "(13, 64)" in refused(tensors, {**config, "network": wider})
 
 
-@pytest.mark.parametrize("setting", [
-    {"layers": 10**7}, {"layers": 1000}, {"width": 10**6}, {"ffn": 10**9}, {"ffn": 10**6, "width": 200_000}, {"dim": 7},
-    {"dim": 2**20, "heads": 1}, {"max_k": 10**9}, {"max_k": 60_000}, {"background": 10**12, "relational": True},
-    {"layers": 10**30}, {"heads": 10**400}])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"layers": 10**7},
+        {"layers": 1000},
+        {"width": 10**6},
+        {"ffn": 10**9},
+        {"ffn": 10**6, "width": 200_000},
+        {"dim": 7},
+        {"dim": 2**20, "heads": 1},
+        {"max_k": 10**9},
+        {"max_k": 60_000},
+        {"background": 10**12, "relational": True},
+        {"layers": 10**30},
+        {"heads": 10**400},
+    ],
+)
 def test_sizes_are_held_against_the_tensors_before_anything_is_built(tmp_path, setting):
     """A configuration is a few bytes: it must not decide how much memory is taken."""
     tensors, config = parts()

@@ -23,7 +23,7 @@ from lattqe.search import topk
 from lattqe.store import FeatureSet, FeatureWriter, Pending, open_place, ranks_table
 
 CLASSES, EACH, QUERIES = 5, 8, 2
-MARKUP = '<img src=x onerror=alert(1)>"&\''
+MARKUP = "<img src=x onerror=alert(1)>\"&'"
 
 
 def photograph(label, seed):
@@ -33,8 +33,15 @@ def photograph(label, seed):
     image = Image.fromarray(sky.astype(np.uint8))
     draw = ImageDraw.Draw(image)
     x, y, size = rng.integers(30, 80), rng.integers(35, 60), rng.integers(18, 30)
-    colour = tuple(int(c) for c in np.clip(np.array([[200, 60, 40], [40, 160, 70], [230, 200, 60], [90, 60, 160],
-                                                     [240, 240, 240]][label]) + rng.normal(0, 12, 3), 0, 255))
+    colour = tuple(
+        int(c)
+        for c in np.clip(
+            np.array([[200, 60, 40], [40, 160, 70], [230, 200, 60], [90, 60, 160], [240, 240, 240]][label])
+            + rng.normal(0, 12, 3),
+            0,
+            255,
+        )
+    )
     shape = [draw.rectangle, draw.ellipse, draw.rounded_rectangle, draw.rectangle, draw.ellipse][label]
     shape((x - size, y - size // (1 + label % 2), x + size, y + size), fill=colour, outline=(30, 30, 30))
     noisy = np.asarray(image.filter(ImageFilter.GaussianBlur(rng.uniform(0, 1.5)))) + rng.normal(0, 8, (90, 120, 3))
@@ -49,15 +56,23 @@ def describe(image):
 
 def write_features(uri, names, images, labels):
     with FeatureWriter(str(uri), 108, "float32", labels=labels is not None) as writer:
-        writer.append(np.stack([describe(image) for image in images]), names,
-                      None if labels is None else np.array(labels, dtype=np.int32))
+        writer.append(
+            np.stack([describe(image) for image in images]),
+            names,
+            None if labels is None else np.array(labels, dtype=np.int32),
+        )
     return FeatureSet.open(str(uri))
 
 
 def write_ranks(uri, database, queries, rows, scores, expand=None):
-    pending = Pending.begin(str(uri), "ranks", {"k": rows.shape[1]}, [len(rows)],
-                            config={"job": "search", "k": rows.shape[1], "expand": expand},
-                            inputs={"database": database.as_input(), "queries": queries.as_input()})
+    pending = Pending.begin(
+        str(uri),
+        "ranks",
+        {"k": rows.shape[1]},
+        [len(rows)],
+        config={"job": "search", "k": rows.shape[1], "expand": expand},
+        inputs={"database": database.as_input(), "queries": queries.as_input()},
+    )
     pending.publish(0, ranks_table(queries.ids(), rows, scores))
     pending.finish()
 
@@ -113,9 +128,23 @@ def run(monkeypatch, capsys):
 def page(world):
     """The page of both ranks, made by the command."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["lattqe", "gallery", str(world / "expanded"), "--against", str(world / "plain"),
-                                    "--images", str(world / "images"), "--to", str(world / "page.html"), "--title",
-                                    f"Shapes {MARKUP}"])
+        patch.setattr(
+            sys,
+            "argv",
+            [
+                "lattqe",
+                "gallery",
+                str(world / "expanded"),
+                "--against",
+                str(world / "plain"),
+                "--images",
+                str(world / "images"),
+                "--to",
+                str(world / "page.html"),
+                "--title",
+                f"Shapes {MARKUP}",
+            ],
+        )
         cli.main()
     return world / "page.html"
 
@@ -166,8 +195,9 @@ def test_queries_lists_frames_and_weights(opened, world):
         for ranks, tiles in zip(("plain", "expanded"), card["lists"]):
             rows = open_ranks(world / ranks).read(query, query + 1)[0][0, :10]
             assert [name for _, name, _ in tiles] == [names[row] for row in rows]
-            assert [mark for mark, _, _ in tiles] == ["right" if labels[row] == asked[query] else "wrong"
-                                                      for row in rows]
+            assert [mark for mark, _, _ in tiles] == [
+                "right" if labels[row] == asked[query] else "wrong" for row in rows
+            ]
         first = [text for _, _, text in card["lists"][0]]
         assert all("w 1.000" in text for text in first[:4]), "AQE's neighbors weigh 1"
         assert not any(re.search(r"w \d", text) for text in first[4:])
@@ -204,12 +234,17 @@ def test_order_find_and_keys(opened):
     from selenium.webdriver import ActionChains
 
     def numbers():
-        return opened.execute_script("return [...document.querySelectorAll('article:not([hidden])')].map("
-                                     "card => [+card.dataset.gain, +card.dataset.ap, card.dataset.id])")
+        return opened.execute_script(
+            "return [...document.querySelectorAll('article:not([hidden])')].map("
+            "card => [+card.dataset.gain, +card.dataset.ap, card.dataset.id])"
+        )
 
     def choose_order(name):
-        opened.execute_script("const box = document.getElementById('order'); box.value = arguments[0];"
-                              "box.dispatchEvent(new Event('change'))", name)
+        opened.execute_script(
+            "const box = document.getElementById('order'); box.value = arguments[0];"
+            "box.dispatchEvent(new Event('change'))",
+            name,
+        )
 
     for name, column, reverse in (("gain", 0, True), ("loss", 0, False), ("worst", 1, False), ("best", 1, True)):
         choose_order(name)
@@ -229,8 +264,9 @@ def test_order_find_and_keys(opened):
             ActionChains(opened).send_keys(key).perform()
         here = opened.execute_script("return [...document.querySelectorAll('article')].indexOf(document.activeElement)")
         assert here == expected, key
-    assert opened.execute_script("const box = document.activeElement.getBoundingClientRect();"
-                                 "return box.top >= 0 && box.top < innerHeight")
+    assert opened.execute_script(
+        "const box = document.activeElement.getBoundingClientRect();return box.top >= 0 && box.top < innerHeight"
+    )
 
 
 def test_no_wider_than_the_window(opened):
@@ -239,8 +275,18 @@ def test_no_wider_than_the_window(opened):
 
 
 def test_summary_and_size(world, run):
-    code, out, err = run(world / "expanded", "--against", world / "plain", "--images", world / "images", "--to",
-                         world / "again.html", "--queries", "3", "--json")
+    code, out, err = run(
+        world / "expanded",
+        "--against",
+        world / "plain",
+        "--images",
+        world / "images",
+        "--to",
+        world / "again.html",
+        "--queries",
+        "3",
+        "--json",
+    )
     assert code == 0, err
     told = json.loads(out)
     assert (told["queries"], told["bytes"]) == (3, (world / "again.html").stat().st_size)
@@ -270,14 +316,28 @@ def test_a_ground_truth_with_crops_and_junk(world, run, tmp_path):
     gnd = []
     for query, label in enumerate(queries.labels()):
         rows = np.flatnonzero(labels == label).tolist()
-        gnd.append({"easy": rows[:3], "hard": rows[3:6], "junk": rows[6:], **({"bbx": [10, 10, 70, 40]} if query == 0
-                                                                             else {})})
+        gnd.append(
+            {"easy": rows[:3], "hard": rows[3:6], "junk": rows[6:], **({"bbx": [10, 10, 70, 40]} if query == 0 else {})}
+        )
     truth = from_gnd({"imlist": database.ids(), "qimlist": queries.ids(), "gnd": gnd})
     save_gnd(tmp_path / "gnd.json", truth)
-    for setup, grades in (("hard", {"right": ("hard",), "junk": ("easy", "junk")}),
-                          ("medium", {"right": ("easy", "hard"), "junk": ("junk",)})):
-        code, _, err = run(world / "plain", "--images", world / "images", "--truth", tmp_path / "gnd.json",
-                           "--setup", setup, "--sort", "order", "--to", tmp_path / "page.html")
+    for setup, grades in (
+        ("hard", {"right": ("hard",), "junk": ("easy", "junk")}),
+        ("medium", {"right": ("easy", "hard"), "junk": ("junk",)}),
+    ):
+        code, _, err = run(
+            world / "plain",
+            "--images",
+            world / "images",
+            "--truth",
+            tmp_path / "gnd.json",
+            "--setup",
+            setup,
+            "--sort",
+            "order",
+            "--to",
+            tmp_path / "page.html",
+        )
         assert code == 0, err
         marks = re.findall(r'<figure class="(\w+)"', (tmp_path / "page.html").read_text())
         expected = []
@@ -297,12 +357,35 @@ def test_images_on_s3(world, run, s3_uri, tmp_path):
     place = open_place(f"{s3_uri}/images")
     for path in (world / "images").rglob("*.*"):
         place.write(path.relative_to(world / "images").as_posix(), path.read_bytes())
-    code, out, err = run(world / "expanded", "--against", world / "plain", "--images", f"{s3_uri}/images",
-                         "--queries", "2", "--results", "3", "--to", f"{s3_uri}/gallery.html", "--json")
+    code, out, err = run(
+        world / "expanded",
+        "--against",
+        world / "plain",
+        "--images",
+        f"{s3_uri}/images",
+        "--queries",
+        "2",
+        "--results",
+        "3",
+        "--to",
+        f"{s3_uri}/gallery.html",
+        "--json",
+    )
     assert code == 0, err
     assert open_place(s3_uri).size("gallery.html") == json.loads(out)["bytes"]
-    local = run(world / "expanded", "--against", world / "plain", "--images", world / "images", "--queries", "2",
-                "--results", "3", "--to", tmp_path / "gallery.html")
+    local = run(
+        world / "expanded",
+        "--against",
+        world / "plain",
+        "--images",
+        world / "images",
+        "--queries",
+        "2",
+        "--results",
+        "3",
+        "--to",
+        tmp_path / "gallery.html",
+    )
     assert local[0] == 0
     assert open_place(s3_uri).read("gallery.html") == (tmp_path / "gallery.html").read_bytes()
 
@@ -320,24 +403,31 @@ def test_pictures_shrink_until_the_page_fits(world, limit):
 
 
 def test_of_many_queries_half_gained_and_half_lost():
-    cards = [Card(number, f"q{number}", ap=50 + gain, before=50.0)
-             for number, gain in enumerate([5, -1, 0, 9, -8, 2, -3, 0.5])]
+    cards = [
+        Card(number, f"q{number}", ap=50 + gain, before=50.0)
+        for number, gain in enumerate([5, -1, 0, 9, -8, 2, -3, 0.5])
+    ]
     assert [card.gain for card in choose(cards, "change", 4)] == [9, -8, 5, -3]
     assert [card.gain for card in choose(cards, "loss", 3)] == [-8, -3, -1]
     assert [card.number for card in choose(cards, "order", 2)] == [0, 1]
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["NOWHERE", "--images", "IMAGES"], "NOWHERE"),
-    (["plain", "--images", "IMAGES", "--to", "page.txt"], "give the name of a page"),
-    (["plain", "--images", "IMAGES", "--sort", "gain"], "--sort gain needs --against"),
-    (["plain", "--images", "IMAGES", "--sort", "beauty"], "unknown order 'beauty'"),
-    (["plain", "--images", "IMAGES", "--database", "queries"], "was made from another database"),
-    (["database", "--images", "IMAGES"], "database"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["NOWHERE", "--images", "IMAGES"], "NOWHERE"),
+        (["plain", "--images", "IMAGES", "--to", "page.txt"], "give the name of a page"),
+        (["plain", "--images", "IMAGES", "--sort", "gain"], "--sort gain needs --against"),
+        (["plain", "--images", "IMAGES", "--sort", "beauty"], "unknown order 'beauty'"),
+        (["plain", "--images", "IMAGES", "--database", "queries"], "was made from another database"),
+        (["database", "--images", "IMAGES"], "database"),
+    ],
+)
 def test_mistakes_are_one_line(world, run, tmp_path, arguments, message):
-    full = [str(world / "images") if word == "IMAGES" else str(world / word) if (world / word).exists() else word
-            for word in arguments]
+    full = [
+        str(world / "images") if word == "IMAGES" else str(world / word) if (world / word).exists() else word
+        for word in arguments
+    ]
     if "--to" not in full:
         full += ["--to", str(tmp_path / "page.html")]
     code, out, err = run(*full)
@@ -365,8 +455,9 @@ def test_a_report_with_the_largest_gains_and_losses(world, tmp_path, tmp_path_fa
     gains, losses = find_extremes(results)
     table = results["per_query"][0]
     change = {name: after - before for name, before, after in zip(table["ids"], table["before"], table["after"]["AQE"])}
-    assert [each.id for each in gains] == sorted((name for name in change if change[name] > 0),
-                                                 key=lambda name: -change[name])[:10]
+    assert [each.id for each in gains] == sorted(
+        (name for name in change if change[name] > 0), key=lambda name: -change[name]
+    )[:10]
     assert {each.id for each in losses} == {name for name in change if change[name] < 0}
     assert find_extremes(results, 2)[0] == gains[:2]
     examples = look(results, chosen, [str(world / "images")])

@@ -42,15 +42,19 @@ def test_it_opens_without_a_word_on_the_console_and_without_the_network(opened: 
 
 
 def test_figures_and_tables_are_there(opened: Any, results: dict[str, Any]) -> None:
-    sizes = opened.execute_script("return [...document.querySelectorAll('figure svg')].map("
-                                  "svg => [svg.clientWidth, svg.clientHeight, svg.querySelectorAll('path').length])")
+    sizes = opened.execute_script(
+        "return [...document.querySelectorAll('figure svg')].map("
+        "svg => [svg.clientWidth, svg.clientHeight, svg.querySelectorAll('path').length])"
+    )
     # One trend, two setups of two regimes, two methods' weights, the queries of two sets in two setups.
     assert len(sizes) == 1 + 4 + 2 + 4
     assert all(width > 200 and height > 150 and paths > 10 for width, height, paths in sizes)
     titles = opened.execute_script("return [...document.querySelectorAll('h2')].map(h => h.textContent)")
     assert {"Query expansion", "Weights by rank", "How sure the differences are", "Time and memory"} <= set(titles)
-    cells = opened.execute_script("return [...document.querySelectorAll('table[data-kind=qe] tbody tr')].map("
-                                  "row => [...row.cells].map(cell => cell.textContent))")
+    cells = opened.execute_script(
+        "return [...document.querySelectorAll('table[data-kind=qe] tbody tr')].map("
+        "row => [...row.cells].map(cell => cell.textContent))"
+    )
     assert [row[0] for row in cells] == ["no expansion", "AQEnQE 4fixed", "DQEnQE 4, C 0.1, negatives 5fixed"]
     numbers = [value for setups in results["table3"][1]["map"].values() for value in setups.values()]
     assert cells[1][1:] == [f"{value:.1f}" for value in [*numbers, results["table3"][1]["mean"]]]
@@ -58,12 +62,16 @@ def test_figures_and_tables_are_there(opened: Any, results: dict[str, Any]) -> N
 
 def test_a_click_sorts_and_another_turns_the_order(opened: Any) -> None:
     def column() -> list[float]:
-        return opened.execute_script("return [...document.querySelectorAll('table[data-kind=qe] tbody tr')].map("
-                                     "row => parseFloat(row.cells[1].textContent))")
+        return opened.execute_script(
+            "return [...document.querySelectorAll('table[data-kind=qe] tbody tr')].map("
+            "row => parseFloat(row.cells[1].textContent))"
+        )
 
     for expected in ("descending", "ascending"):
-        state = opened.execute_script("const heading = document.querySelector('table[data-kind=qe] th:nth-child(2)');"
-                                      "heading.click(); return heading.getAttribute('aria-sort')")
+        state = opened.execute_script(
+            "const heading = document.querySelector('table[data-kind=qe] th:nth-child(2)');"
+            "heading.click(); return heading.getAttribute('aria-sort')"
+        )
         assert state == expected
         assert column() == sorted(column(), reverse=expected == "descending")
     assert len(set(column())) > 1
@@ -73,7 +81,8 @@ def test_the_page_is_no_wider_than_the_window_and_wide_tables_scroll_in_their_bo
     width, window, boxes = opened.execute_script(
         "return [document.documentElement.scrollWidth, window.innerWidth, "
         "[...document.querySelectorAll('.scroll')].map("
-        "box => [box.clientWidth, box.scrollWidth, getComputedStyle(box).overflowX])]")
+        "box => [box.clientWidth, box.scrollWidth, getComputedStyle(box).overflowX])]"
+    )
     assert width <= window
     assert all(style == "auto" and shown <= window for shown, _, style in boxes)
     if window < 500:
@@ -81,8 +90,9 @@ def test_the_page_is_no_wider_than_the_window_and_wide_tables_scroll_in_their_bo
 
 
 def test_details_unfold_to_the_inputs(opened: Any) -> None:
-    text = opened.execute_script("const box = document.querySelector('details'); box.open = true; "
-                                 "return box.querySelector('pre').innerText")
+    text = opened.execute_script(
+        "const box = document.querySelector('details'); box.open = true; return box.querySelector('pre').innerText"
+    )
     assert {"oxford", "paris", "oxford+distractors"} <= set(json.loads(text))
 
 
@@ -91,14 +101,20 @@ def test_the_same_results_make_the_same_page(page: Path) -> None:
     assert render_page(results) == page.read_text()
 
 
-def test_published_numbers_ablations_and_markup_in_names(results: dict[str, Any],
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_numbers_ablations_and_markup_in_names(
+    results: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lattqe.report.page._figures", lambda results: [])  # drawn by the other tests
     paper = {name: published()[name] for name in ("table2", "table3")}
-    variant = {"label": "without <b>attention</b>", "nqe": 4, "mean": 26.1,
-               "map": {"oxford": {"medium": 51.25, "hard": 1.0}}}
-    page = render_page({**results, "title": "A < B", "published": paper, "table2": [variant],
-                        "warnings": ["features & numbers"]})
+    variant = {
+        "label": "without <b>attention</b>",
+        "nqe": 4,
+        "mean": 26.1,
+        "map": {"oxford": {"medium": 51.25, "hard": 1.0}},
+    }
+    page = render_page(
+        {**results, "title": "A < B", "published": paper, "table2": [variant], "warnings": ["features & numbers"]}
+    )
     assert "<title>A &lt; B</title>" in page
     assert "features &amp; numbers" in page
     assert "without &lt;b&gt;attention" in page

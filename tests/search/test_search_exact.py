@@ -180,8 +180,9 @@ def test_count_above_is_the_rank(kind):
     rows = rng.integers(-1, 300, (12, 9))
     scores = score(xq, xb, rows)
     _, order = slow_topk(xq, xb, 300)
-    expected = np.array([[0 if row < 0 else np.flatnonzero(order[q] == row)[0] for row in line]
-                         for q, line in enumerate(rows)])
+    expected = np.array(
+        [[0 if row < 0 else np.flatnonzero(order[q] == row)[0] for row in line] for q, line in enumerate(rows)]
+    )
     np.testing.assert_array_equal(count_above(xq, xb, scores, rows), expected)
     halves = sum(count_above(xq, xb[a:b], scores, rows, first_row=a) for a, b in ((0, 111), (111, 300)))
     np.testing.assert_array_equal(halves, expected)
@@ -225,13 +226,16 @@ def test_flat_index():
         index.score(xq[:1], np.array([[99]]))
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda x: topk(x[:, :2], x, 3), "2 dimensions and the database 4"),
-    (lambda x: topk(x, x, 0), "k must be at least 1, got 0"),
-    (lambda x: knn_graph(x[0], 3), "matrix"),
-    (lambda x: knn_graph(np.where(x == x[1, 1], np.nan, x), 3), "row 1 .* NaN"),
-    (lambda x: topk(x.astype(int), x, 1), "float16 or float32, got int64"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: topk(x[:, :2], x, 3), "2 dimensions and the database 4"),
+        (lambda x: topk(x, x, 0), "k must be at least 1, got 0"),
+        (lambda x: knn_graph(x[0], 3), "matrix"),
+        (lambda x: knn_graph(np.where(x == x[1, 1], np.nan, x), 3), "row 1 .* NaN"),
+        (lambda x: topk(x.astype(int), x, 1), "float16 or float32, got int64"),
+    ],
+)
 def test_bad_input_is_named(call, message):
     with pytest.raises(LattqeError, match=message):
         call(unit(np.random.default_rng(0), 5, 4))

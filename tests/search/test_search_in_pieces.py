@@ -108,8 +108,13 @@ def test_the_graph_and_the_search_of_pieces(dtype):
     xq = unit(rng, 9, 24)
     one, several = FlatIndex(x, first_row=3), FlatIndex(pieces, first_row=3)
     rows = one.search(xq, 6)[1]
-    for name, arguments in (("search", (xq, 6)), ("lowest", (xq, 6)), ("score", (xq, rows)),
-                            ("count_above", (xq, one.score(xq, rows), rows)), ("gather", (rows.ravel(),))):
+    for name, arguments in (
+        ("search", (xq, 6)),
+        ("lowest", (xq, 6)),
+        ("score", (xq, rows)),
+        ("count_above", (xq, one.score(xq, rows), rows)),
+        ("gather", (rows.ravel(),)),
+    ):
         for ours, theirs in zip(getattr(several, name)(*arguments), getattr(one, name)(*arguments)):
             np.testing.assert_array_equal(ours, theirs)
 
@@ -142,8 +147,10 @@ def test_reading_rows_does_not_load_pandas(tmp_path):
     """Arrow would, wherever it is installed: a fifth of a second and 30 MiB in every worker."""
     with FeatureWriter(str(tmp_path / "set"), 4) as writer:
         writer.append(unit(np.random.default_rng(5), 10, 4), [str(row) for row in range(10)])
-    code = ("import sys; from lattqe.store import FeatureSet; s = FeatureSet.open(sys.argv[1]); s.read(); "
-            "s.gather(__import__('numpy').arange(3)); print('pandas' in sys.modules)")
+    code = (
+        "import sys; from lattqe.store import FeatureSet; s = FeatureSet.open(sys.argv[1]); s.read(); "
+        "s.gather(__import__('numpy').arange(3)); print('pandas' in sys.modules)"
+    )
     command = [sys.executable, "-c", code, str(tmp_path / "set")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

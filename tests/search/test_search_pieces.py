@@ -70,8 +70,11 @@ def test_surplus_rows_are_those_with_enough_twins_before_them(dtype):
 @pytest.mark.parametrize("kind", ["random", "constant", "growing"])
 def test_float32_products_stay_within_the_bound(dim, kind):
     rng = np.random.default_rng(dim)
-    x = {"random": unit(rng, 50, dim), "constant": np.full((50, dim), 0.1, dtype=np.float32),
-         "growing": np.exp(np.linspace(-20, 5, dim)).astype(np.float32)[None] * unit(rng, 50, dim)}[kind]
+    x = {
+        "random": unit(rng, 50, dim),
+        "constant": np.full((50, dim), 0.1, dtype=np.float32),
+        "growing": np.exp(np.linspace(-20, 5, dim)).astype(np.float32)[None] * unit(rng, 50, dim),
+    }[kind]
     exact = x.astype(np.float64) @ x.astype(np.float64).T
     error = np.abs((x @ x.T).astype(np.float64) - exact)
     assert (error <= float32_error(dim, norms(x)[:, None], norms(x)[None])).all()

@@ -14,20 +14,16 @@ from lattqe.errors import LattqeError
 from lattqe.search import device_topk, knn_graph, topk
 from lattqe.search.coarse import FORMATS, encode
 from lattqe.search.exact import exact_scores
-from lattqe.search.products import (
-    CPU_KINDS,
-    Block,
-    CoarseTorchProducts,
-    TorchProducts,
-    kinds_for,
-)
+from lattqe.search.products import CPU_KINDS, Block, CoarseTorchProducts, TorchProducts, kinds_for
 
 CPU = torch.device("cpu")
 topk_module = sys.modules["lattqe.search.topk"]  # the package has a function of that name
-MAKE = {**CPU_KINDS,
-        "torch device float32": lambda **sizes: TorchProducts(CPU, **sizes),
-        "torch device float16": lambda **sizes: CoarseTorchProducts(CPU, "float16", **sizes),
-        "torch device tf32": lambda **sizes: CoarseTorchProducts(CPU, "tf32", **sizes)}
+MAKE = {
+    **CPU_KINDS,
+    "torch device float32": lambda **sizes: TorchProducts(CPU, **sizes),
+    "torch device float16": lambda **sizes: CoarseTorchProducts(CPU, "float16", **sizes),
+    "torch device tf32": lambda **sizes: CoarseTorchProducts(CPU, "tf32", **sizes),
+}
 
 
 def attack(shape, seed, n, dim, dtype):
@@ -60,8 +56,19 @@ def attack(shape, seed, n, dim, dtype):
     return x.astype(dtype)
 
 
-SHAPES = ("random", "near ties", "norm ratios", "column ratios", "subnormals", "spikes", "one outlier", "constant",
-          "halves", "zeros", "opposite signs")
+SHAPES = (
+    "random",
+    "near ties",
+    "norm ratios",
+    "column ratios",
+    "subnormals",
+    "spikes",
+    "one outlier",
+    "constant",
+    "halves",
+    "zeros",
+    "opposite signs",
+)
 
 
 @pytest.mark.parametrize("kind", MAKE)

@@ -18,14 +18,22 @@ def vectors(rng, n, dim, duplicates):
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**16), old=st.integers(1, 60), new=st.integers(0, 40), removed=st.integers(0, 20),
-       k=st.integers(1, 12), dim=st.integers(1, 9), duplicates=st.booleans(), half=st.booleans())
+@given(
+    seed=st.integers(0, 2**16),
+    old=st.integers(1, 60),
+    new=st.integers(0, 40),
+    removed=st.integers(0, 20),
+    k=st.integers(1, 12),
+    dim=st.integers(1, 9),
+    duplicates=st.booleans(),
+    half=st.booleans(),
+)
 def test_equals_from_scratch(seed, old, new, removed, k, dim, duplicates, half):
     rng = np.random.default_rng(seed)
     everything = vectors(rng, old + new, dim, duplicates).astype(np.float16 if half else np.float32)
     keep = np.ones(old, dtype=bool)
-    keep[rng.permutation(old)[:min(removed, old - 1)]] = False
-    I, D = knn_graph(everything[:old], k)  # noqa: E741
+    keep[rng.permutation(old)[: min(removed, old - 1)]] = False
+    I, D = knn_graph(everything[:old], k)
     number = np.where(keep, np.cumsum(keep) - 1, -2)
     renumbered = np.where(I < 0, -1, number[np.maximum(I, 0)])[keep]
     stale = (renumbered == -2).any(axis=1)

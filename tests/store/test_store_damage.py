@@ -36,8 +36,9 @@ def sound(tmp_path_factory) -> Path:
     """A feature set of three parts."""
     uri = tmp_path_factory.mktemp("sound") / "set"
     with FeatureWriter(str(uri), 8, labels=True, part_bytes=1000) as writer:
-        writer.append(np.random.default_rng(0).standard_normal((100, 8)), [f"row-{i}" for i in range(100)],
-                      labels=np.arange(100))
+        writer.append(
+            np.random.default_rng(0).standard_normal((100, 8)), [f"row-{i}" for i in range(100)], labels=np.arange(100)
+        )
     assert len(writer.close().manifest.parts) >= 3
     return uri
 
@@ -146,13 +147,16 @@ def forge(uri: Path, kind: str, fields: dict, table: pa.Table) -> str:
 UNIT = np.eye(4, dtype=np.float32)
 
 
-@pytest.mark.parametrize(("vectors", "ids", "match"), [
-    (UNIT * 2, list("abcd"), "part-00000.arrow: the vector of row 0 has norm 2, not 1"),
-    (np.where(UNIT, np.nan, 0).astype(np.float32), list("abcd"), "row 0 has norm nan"),
-    (np.vstack([UNIT[:3], 0 * UNIT[:1]]), list("abcd"), "row 3 has norm 0"),
-    (UNIT, ["a", "b", "", "d"], "part-00000.arrow: the id of row 2 is empty or"),
-    (UNIT, ["a", "b", "c", "b"], "part-00000.arrow: the id of row 3, 'b', is that of row 1 too"),
-])
+@pytest.mark.parametrize(
+    ("vectors", "ids", "match"),
+    [
+        (UNIT * 2, list("abcd"), "part-00000.arrow: the vector of row 0 has norm 2, not 1"),
+        (np.where(UNIT, np.nan, 0).astype(np.float32), list("abcd"), "row 0 has norm nan"),
+        (np.vstack([UNIT[:3], 0 * UNIT[:1]]), list("abcd"), "row 3 has norm 0"),
+        (UNIT, ["a", "b", "", "d"], "part-00000.arrow: the id of row 2 is empty or"),
+        (UNIT, ["a", "b", "c", "b"], "part-00000.arrow: the id of row 3, 'b', is that of row 1 too"),
+    ],
+)
 def test_verify_finds_broken_features(tmp_path, vectors, ids, match):
     uri = forge(tmp_path / "set", "features", {"dim": 4, "dtype": "float32"}, features_table(ids, vectors))
     with pytest.raises(CorruptDataError, match=match):
@@ -169,24 +173,27 @@ def altered(array: np.ndarray, row: int, column: int, value: float) -> np.ndarra
     return array
 
 
-@pytest.mark.parametrize(("I", "D", "match"), [
-    (altered(GOOD_I, 1, 2, 4), GOOD_D, "row 1 names a row beyond the 4 there are"),
-    (altered(GOOD_I, 1, 2, -2), GOOD_D, "row 1 names a row below -1"),
-    (altered(GOOD_I, 1, 2, 1), GOOD_D, "row 1 is its own neighbor"),
-    (altered(GOOD_I, 1, 2, 0), GOOD_D, "row 1 names a neighbor twice"),
-    (altered(GOOD_I, 1, 0, -1), altered(GOOD_D, 1, 0, 0), "row 1 has a neighbor after its padding"),
-    (GOOD_I, altered(GOOD_D, 2, 1, 0.05), "row 2 has scores that are not sorted"),
-    (GOOD_I, altered(GOOD_D, 2, 1, np.nan), "row 2 has a score that is not finite"),
-    (GOOD_I, altered(GOOD_D, 0, 2, -1), "row 0 has a score other than 0 in its padding"),
-])
-def test_verify_finds_broken_graphs(tmp_path, I, D, match):  # noqa: E741
+@pytest.mark.parametrize(
+    ("I", "D", "match"),
+    [
+        (altered(GOOD_I, 1, 2, 4), GOOD_D, "row 1 names a row beyond the 4 there are"),
+        (altered(GOOD_I, 1, 2, -2), GOOD_D, "row 1 names a row below -1"),
+        (altered(GOOD_I, 1, 2, 1), GOOD_D, "row 1 is its own neighbor"),
+        (altered(GOOD_I, 1, 2, 0), GOOD_D, "row 1 names a neighbor twice"),
+        (altered(GOOD_I, 1, 0, -1), altered(GOOD_D, 1, 0, 0), "row 1 has a neighbor after its padding"),
+        (GOOD_I, altered(GOOD_D, 2, 1, 0.05), "row 2 has scores that are not sorted"),
+        (GOOD_I, altered(GOOD_D, 2, 1, np.nan), "row 2 has a score that is not finite"),
+        (GOOD_I, altered(GOOD_D, 0, 2, -1), "row 0 has a score other than 0 in its padding"),
+    ],
+)
+def test_verify_finds_broken_graphs(tmp_path, I, D, match):
     verify_artifact(forge(tmp_path / "good", "neighbors", {"k": 3}, neighbors_table(GOOD_I, GOOD_D)))
     with pytest.raises(CorruptDataError, match=f"part-00000.arrow: {match}"):
         verify_artifact(forge(tmp_path / "bad", "neighbors", {"k": 3}, neighbors_table(I, D)))
 
 
 def test_ranks_may_name_any_row_of_their_database(tmp_path):
-    I, D = altered(GOOD_I, 1, 2, 1), GOOD_D  # noqa: E741
+    I, D = altered(GOOD_I, 1, 2, 1), GOOD_D
     table = ranks_table(list("abcd"), I, D)
     verify_artifact(forge(tmp_path / "open", "ranks", {"k": 3}, table))
     verify_artifact(forge(tmp_path / "within", "ranks", {"k": 3, "database_rows": 4}, table))
@@ -214,7 +221,8 @@ def test_parts_that_are_not_what_the_manifest_says(tmp_path):
     with pytest.raises(CorruptDataError, match="does not hold one batch of 3 rows"):
         FeatureSet.open(str(uri)).read()
     holes = pa.table({"id": ["a", None, "c", "d"], "vector": table.column("vector")}).cast(
-        pa.schema([pa.field("id", pa.string()), table.schema.field("vector")]))
+        pa.schema([pa.field("id", pa.string()), table.schema.field("vector")])
+    )
     replace(encode_part(holes, holes.schema).to_pybytes())
     with pytest.raises(CorruptDataError, match="id of row 1 is empty"):
         verify_artifact(str(uri))
@@ -261,8 +269,12 @@ def test_damaged_graph(tmp_path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
-    for read in (lambda graph: graph.read(), lambda graph: graph.gather(np.array([0])), lambda graph: graph.verify(),
-                 lambda graph: list(graph.blocks(2))):
+    for read in (
+        lambda graph: graph.read(),
+        lambda graph: graph.gather(np.array([0])),
+        lambda graph: graph.verify(),
+        lambda graph: list(graph.blocks(2)),
+    ):
         with pytest.raises(CorruptDataError, match=r"part-00000\.arrow does not match"):
             read(NeighborGraph.open(str(tmp_path / "graph")))
 
@@ -277,9 +289,14 @@ def test_searching_refuses_vectors_of_another_length(tmp_path, row, value, norm)
         FeatureSet.open(uri).pieces()
 
 
-@pytest.mark.parametrize(("neighbors", "match"), [
-    ([[1], [-7], [1]], "row 1 names a row below -1"), ([[1], [2], [2]], "row 2 is its own neighbor"),
-    ([[3], [0], [1]], "row 0 names a row beyond the 3 there are")])
+@pytest.mark.parametrize(
+    ("neighbors", "match"),
+    [
+        ([[1], [-7], [1]], "row 1 names a row below -1"),
+        ([[1], [2], [2]], "row 2 is its own neighbor"),
+        ([[3], [0], [1]], "row 0 names a row beyond the 3 there are"),
+    ],
+)
 def test_readers_of_a_graph_refuse_rows_that_cannot_be(tmp_path, neighbors, match):
     table = neighbors_table(np.array(neighbors), np.full((3, 1), 0.5))
     graph = NeighborGraph.open(forge(tmp_path / "graph", "neighbors", {"k": 1}, table))
@@ -290,7 +307,8 @@ def test_readers_of_a_graph_refuse_rows_that_cannot_be(tmp_path, neighbors, matc
 
 def test_a_manifest_without_parts_is_refused(tmp_path):
     (tmp_path / "manifest.json").write_bytes(
-        Manifest("features", 0, (), {"dim": 4, "dtype": "float32", "columns": []}).to_json())
+        Manifest("features", 0, (), {"dim": 4, "dtype": "float32", "columns": []}).to_json()
+    )
     for opened in (FeatureSet.open, open_artifact, verify_artifact):
         with pytest.raises(CorruptDataError, match="names no parts"):
             opened(str(tmp_path))

@@ -35,9 +35,14 @@ def test_edges_come_back_with_the_row_itself_in_front(tmp_path):
     assert verify_artifact(edges.uri).kind == "edges"
 
 
-@pytest.mark.parametrize(("place", "value", "said"), [
-    ((0, 0), 3, "row 0 names a row beyond the 3"), ((1, 0), 1, "row 1 is its own neighbor"),
-    ((2, 0), -1, "row 2 has a weight other than 0 in its padding")])
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        ((0, 0), 3, "row 0 names a row beyond the 3"),
+        ((1, 0), 1, "row 1 is its own neighbor"),
+        ((2, 0), -1, "row 2 has a weight other than 0 in its padding"),
+    ],
+)
 def test_impossible_edges_are_found(tmp_path, place, value, said):
     neighbors, weights = lists()
     neighbors[place] = value

@@ -19,18 +19,26 @@ def write(uri, x, ids=None, step=None, **options) -> FeatureSet:
     ids = ids if ids is not None else [f"row-{i}" for i in range(len(x))]
     with FeatureWriter(str(uri), x.shape[1], **options) as writer:
         for start in range(0, len(x), step or len(x)):
-            writer.append(x[start:start + (step or len(x))], ids[start:start + (step or len(x))])
+            writer.append(x[start : start + (step or len(x))], ids[start : start + (step or len(x))])
     return writer.close()
 
 
 matrices = hnp.arrays(
-    st.sampled_from([np.float16, np.float32, np.float64]), hnp.array_shapes(min_dims=2, max_dims=2, max_side=30),
-    elements=st.floats(-1000, 1000, width=16))
+    st.sampled_from([np.float16, np.float32, np.float64]),
+    hnp.array_shapes(min_dims=2, max_dims=2, max_side=30),
+    elements=st.floats(-1000, 1000, width=16),
+)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), x=matrices, dtype=st.sampled_from(["float16", "float32"]),
-       part_bytes=st.integers(1, 4000), step=st.integers(1, 50), size=st.integers(1, 50))
+@given(
+    data=st.data(),
+    x=matrices,
+    dtype=st.sampled_from(["float16", "float32"]),
+    part_bytes=st.integers(1, 4000),
+    step=st.integers(1, 50),
+    size=st.integers(1, 50),
+)
 def test_any_matrix_comes_out(tmp_path_factory, data, x, dtype, part_bytes, step, size):
     x[:, 0] = 1  # no row is all zeros
     uri = tmp_path_factory.mktemp("any") / "set"
@@ -40,8 +48,12 @@ def test_any_matrix_comes_out(tmp_path_factory, data, x, dtype, part_bytes, step
     whole = FeatureSet.open(features.uri).read()
     assert whole.dtype == dtype
     # Two ways to compute one quotient may differ in the last place.
-    np.testing.assert_allclose(whole.astype(np.float64), expected.astype(np.float64), rtol=2 * np.finfo(dtype).eps,
-                               atol=np.finfo(dtype).smallest_subnormal)
+    np.testing.assert_allclose(
+        whole.astype(np.float64),
+        expected.astype(np.float64),
+        rtol=2 * np.finfo(dtype).eps,
+        atol=np.finfo(dtype).smallest_subnormal,
+    )
     start = data.draw(st.integers(0, len(x)))
     stop = data.draw(st.integers(start, len(x)))
     np.testing.assert_array_equal(features.read(start, stop), whole[start:stop])
@@ -129,24 +141,27 @@ def test_repeated_ids_are_named(tmp_path):
 def test_duplicates_are_those_a_dictionary_finds(ids):
     register = IdRegister()
     for start in range(0, len(ids), 7):
-        register.add(pa.array([text.encode() for text in ids[start:start + 7]], pa.binary()))
+        register.add(pa.array([text.encode() for text in ids[start : start + 7]], pa.binary()))
     rows: dict[str, list[int]] = {}
     for row, text in enumerate(ids):
         rows.setdefault(text, []).append(row)
     assert register.duplicates(limit=100) == [found[:4] for found in rows.values() if len(found) > 1]
 
 
-@pytest.mark.parametrize(("x", "ids", "match"), [
-    (np.ones((2, 4)), ["a", ""], "id of row 1 is empty"),
-    (np.ones((2, 4)), ["a", "b\nc"], "line break"),
-    (np.ones((2, 4)), ["a", None], "id of row 1"),
-    (np.ones((2, 4)), ["a", 5], "ids must be texts"),
-    (np.ones((2, 4)), ["a", "\ud800"], "ids must be texts"),
-    (np.ones((2, 4)), ["a"], "2 vectors came with 1 ids"),
-    (np.ones((2, 5)), ["a", "b"], r"shape \(2, 5\), \(n, 4\) is needed"),
-    (np.ones(4), ["a"], "shape"),
-    (np.array([["x"] * 4]), ["a"], "vectors are numbers"),
-])
+@pytest.mark.parametrize(
+    ("x", "ids", "match"),
+    [
+        (np.ones((2, 4)), ["a", ""], "id of row 1 is empty"),
+        (np.ones((2, 4)), ["a", "b\nc"], "line break"),
+        (np.ones((2, 4)), ["a", None], "id of row 1"),
+        (np.ones((2, 4)), ["a", 5], "ids must be texts"),
+        (np.ones((2, 4)), ["a", "\ud800"], "ids must be texts"),
+        (np.ones((2, 4)), ["a"], "2 vectors came with 1 ids"),
+        (np.ones((2, 5)), ["a", "b"], r"shape \(2, 5\), \(n, 4\) is needed"),
+        (np.ones(4), ["a"], "shape"),
+        (np.array([["x"] * 4]), ["a"], "vectors are numbers"),
+    ],
+)
 def test_rows_that_cannot_be_stored(tmp_path, x, ids, match):
     with pytest.raises(LattqeError, match=match), FeatureWriter(str(tmp_path / "set"), 4) as writer:
         writer.append(x, ids)
@@ -156,8 +171,10 @@ def test_rows_that_cannot_be_stored(tmp_path, x, ids, match):
 def test_nothing_to_store(tmp_path):
     with pytest.raises(LattqeError, match="no rows came"), FeatureWriter(str(tmp_path / "set"), 4):
         pass
-    with (pytest.raises(LattqeError, match="3 bad ones were skipped"),
-          FeatureWriter(str(tmp_path / "set"), 4, skip_bad=True) as writer):
+    with (
+        pytest.raises(LattqeError, match="3 bad ones were skipped"),
+        FeatureWriter(str(tmp_path / "set"), 4, skip_bad=True) as writer,
+    ):
         writer.append(np.zeros((3, 4)), list("abc"))
     assert not (tmp_path / "set").exists()
 
@@ -166,8 +183,12 @@ def test_labels_and_other_columns_are_carried_along(tmp_path):
     extra = [pa.field("url", pa.string()), pa.field("boxes", pa.list_(pa.int32()))]
     urls, boxes = ["u0", None, "u2"], [[1, 2], [], None]
     with FeatureWriter(str(tmp_path / "set"), 2, labels=True, extra=extra, part_bytes=1) as writer:
-        writer.append(np.ones((3, 2)), list("abc"), labels=[7, -1, 2**31 - 1],
-                      extra={"url": pa.array(urls), "boxes": pa.array(boxes, extra[1].type)})
+        writer.append(
+            np.ones((3, 2)),
+            list("abc"),
+            labels=[7, -1, 2**31 - 1],
+            extra={"url": pa.array(urls), "boxes": pa.array(boxes, extra[1].type)},
+        )
     features = writer.close()
     assert features.columns == ["id", "vector", "label", "url", "boxes"]
     assert features.labels().tolist() == [7, -1, 2**31 - 1]
@@ -177,8 +198,7 @@ def test_labels_and_other_columns_are_carried_along(tmp_path):
 
 def test_columns_must_be_as_announced(tmp_path):
     for labels in (None, [1.5], [2**31]):
-        with (pytest.raises(LattqeError, match="label"),
-              FeatureWriter(str(tmp_path / "set"), 2, labels=True) as writer):
+        with pytest.raises(LattqeError, match="label"), FeatureWriter(str(tmp_path / "set"), 2, labels=True) as writer:
             writer.append(np.ones((1, 2)), ["a"], labels=labels)
     with pytest.raises(LattqeError, match="reserved"):
         FeatureWriter(str(tmp_path / "set"), 2, extra=[pa.field("vector", pa.int8())])
@@ -193,9 +213,18 @@ def test_without_normalising_bits_are_kept_and_norms_checked(tmp_path):
         write(tmp_path / "other", np.vstack([x[:3], 2 * x[3:4]]), normalise=False)
 
 
-@pytest.mark.parametrize("options", [{"dim": 0}, {"dim": -1}, {"dim": 1 << 21}, {"dim": 4, "dtype": "float64"},
-                                     {"dim": 4, "part_bytes": 0}, {"dim": 4, "config": {"x": np.nan}},
-                                     {"dim": 4, "inputs": {"a": {"uri": "x"}}}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dim": 0},
+        {"dim": -1},
+        {"dim": 1 << 21},
+        {"dim": 4, "dtype": "float64"},
+        {"dim": 4, "part_bytes": 0},
+        {"dim": 4, "config": {"x": np.nan}},
+        {"dim": 4, "inputs": {"a": {"uri": "x"}}},
+    ],
+)
 def test_writers_that_cannot_be(tmp_path, options):
     with pytest.raises(LattqeError):
         FeatureWriter(str(tmp_path / "set"), **options)

@@ -24,8 +24,14 @@ from lattqe.store.manifest import (
     unseal_json,
 )
 
-MANIFEST = Manifest("features", 5, (Part("part-00000.arrow", 3, 100, "ab"), Part("part-00001.arrow", 2, 90, "cd")),
-                    {"dim": 4, "dtype": "float16"}, {"k": 1.5}, {"source": {"uri": "u", "digest": "d", "kind": "x"}})
+MANIFEST = Manifest(
+    "features",
+    5,
+    (Part("part-00000.arrow", 3, 100, "ab"), Part("part-00001.arrow", 2, 90, "cd")),
+    {"dim": 4, "dtype": "float16"},
+    {"k": 1.5},
+    {"source": {"uri": "u", "digest": "d", "kind": "x"}},
+)
 
 
 def signed(body: dict) -> bytes:
@@ -57,23 +63,41 @@ def with_part(**changes) -> bytes:
     return signed(body)
 
 
-@pytest.mark.parametrize(("data", "match"), [
-    (b"", "not valid JSON"), (b"\xff", "not valid JSON"), (b"[]", "not a JSON object"), (b"[" * 100_000, "not valid"),
-    (b'{"a": NaN}', "NaN is not allowed"), (b"{}", "not a lattqe manifest"),
-    (changed(format="other"), "not a lattqe manifest"), (changed(format_version="1"), "not a lattqe manifest"),
-    (changed(format_version=True), "not a lattqe manifest"), (changed(format_version=0), "not a lattqe manifest"),
-    (MANIFEST.to_json().replace(b"1.5", b"1e999"), "damaged or edited"),
-    (MANIFEST.to_json().replace(b"1.5", b"1.6"), "damaged or edited"),
-    (changed(kind=5), "'kind' is not a str"), (changed(rows=5.0), "'rows' is not a int"),
-    (changed(rows=True), "'rows' is not"), (changed(parts={}), "'parts' is not a list"),
-    (changed(surplus=1), "unknown keys: .'surplus'"), (changed(rows=6), "do not add up to 6"),
-    (changed(rows=-5), "do not add up"), (changed(digest="0"), "digest does not match"),
-    (changed(inputs={"a": {"uri": 5}}), "input 'a'"), (changed(inputs={"a": "b"}), "input 'a'"),
-    (changed(parts=[5]), "exactly name, rows"), (with_part(name=...), "exactly name, rows"),
-    (with_part(rows="2"), "'rows' is not a int"), (with_part(rows=-2), "negative"), (with_part(bytes=-1), "negative"),
-    (with_part(name="part-00000.arrow"), "twice"), (with_part(name="../x"), "refused file name"),
-    (with_part(name="/etc/passwd"), "refused file name"),
-])
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (b"", "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b"[]", "not a JSON object"),
+        (b"[" * 100_000, "not valid"),
+        (b'{"a": NaN}', "NaN is not allowed"),
+        (b"{}", "not a lattqe manifest"),
+        (changed(format="other"), "not a lattqe manifest"),
+        (changed(format_version="1"), "not a lattqe manifest"),
+        (changed(format_version=True), "not a lattqe manifest"),
+        (changed(format_version=0), "not a lattqe manifest"),
+        (MANIFEST.to_json().replace(b"1.5", b"1e999"), "damaged or edited"),
+        (MANIFEST.to_json().replace(b"1.5", b"1.6"), "damaged or edited"),
+        (changed(kind=5), "'kind' is not a str"),
+        (changed(rows=5.0), "'rows' is not a int"),
+        (changed(rows=True), "'rows' is not"),
+        (changed(parts={}), "'parts' is not a list"),
+        (changed(surplus=1), "unknown keys: .'surplus'"),
+        (changed(rows=6), "do not add up to 6"),
+        (changed(rows=-5), "do not add up"),
+        (changed(digest="0"), "digest does not match"),
+        (changed(inputs={"a": {"uri": 5}}), "input 'a'"),
+        (changed(inputs={"a": "b"}), "input 'a'"),
+        (changed(parts=[5]), "exactly name, rows"),
+        (with_part(name=...), "exactly name, rows"),
+        (with_part(rows="2"), "'rows' is not a int"),
+        (with_part(rows=-2), "negative"),
+        (with_part(bytes=-1), "negative"),
+        (with_part(name="part-00000.arrow"), "twice"),
+        (with_part(name="../x"), "refused file name"),
+        (with_part(name="/etc/passwd"), "refused file name"),
+    ],
+)
 def test_malformed_manifests_are_refused_in_one_line(data, match):
     with pytest.raises(LattqeError, match=match) as caught:
         parse_manifest(data, "here/manifest.json")
@@ -148,9 +172,14 @@ def test_any_flipped_bit_is_refused_or_right(stored, position, mask):
 
 
 def test_nothing_is_allocated_on_the_word_of_a_manifest(stored):
-    fields = {**stored.manifest.fields, "dim": 1 << 19,
-              "columns": [{"name": "id", "type": "string"},
-                          {"name": "vector", "type": f"fixed_size_list<item: halffloat not null>[{1 << 19}]"}]}
+    fields = {
+        **stored.manifest.fields,
+        "dim": 1 << 19,
+        "columns": [
+            {"name": "id", "type": "string"},
+            {"name": "vector", "type": f"fixed_size_list<item: halffloat not null>[{1 << 19}]"},
+        ],
+    }
     manifest = Manifest("features", 20, stored.manifest.parts, fields)
     with pytest.raises(CorruptDataError, match="bytes cannot hold"):
         FeatureSet(stored.place, manifest)

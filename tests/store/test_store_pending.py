@@ -33,13 +33,18 @@ INPUT = {"uri": "there", "digest": "d", "kind": "features"}
 
 def part(number: int, score: float = 0.5):
     rows = np.arange(STARTS[number], STARTS[number + 1])
-    I = (rows[:, None] + [[1, 2, 3]]) % ROWS  # noqa: E741
+    I = (rows[:, None] + [[1, 2, 3]]) % ROWS
     return neighbors_table(I, np.full((len(rows), K), score, np.float32))
 
 
 def begin(uri, **changes) -> Pending:
-    plan = {"kind": "neighbors", "fields": {"k": K}, "part_rows": PART_ROWS, "config": {"k": K},
-            "inputs": {"features": INPUT}}
+    plan = {
+        "kind": "neighbors",
+        "fields": {"k": K},
+        "part_rows": PART_ROWS,
+        "config": {"k": K},
+        "inputs": {"features": INPUT},
+    }
     return Pending.begin(str(uri), **{**plan, **changes})
 
 
@@ -162,10 +167,13 @@ def test_another_plan_is_refused_with_the_difference(tmp_path):
     uri = tmp_path / "graph"
     begin(uri)
     begin(uri, inputs={"features": {**INPUT, "uri": "moved elsewhere"}})
-    for changes, match in [({"config": {"k": 4}}, r"an unfinished artifact that differs: config\.k: 3 there, 4 here"),
-                           ({"config": {}}, r"config\.k: 3 there, null here"),
-                           ({"inputs": {"features": {**INPUT, "digest": "e"}}}, 'digest: "d" there, "e" here'),
-                           ({"part_rows": [60, 40]}, "part_rows"), ({"fields": {"k": 4}}, r"fields\.k")]:
+    for changes, match in [
+        ({"config": {"k": 4}}, r"an unfinished artifact that differs: config\.k: 3 there, 4 here"),
+        ({"config": {}}, r"config\.k: 3 there, null here"),
+        ({"inputs": {"features": {**INPUT, "digest": "e"}}}, 'digest: "d" there, "e" here'),
+        ({"part_rows": [60, 40]}, "part_rows"),
+        ({"fields": {"k": 4}}, r"fields\.k"),
+    ]:
         with pytest.raises(AlreadyExistsError, match=match):
             begin(uri, **changes)
     complete(uri)

@@ -56,10 +56,15 @@ def test_features_come_back(base):
 def test_graph_is_made_in_parts_and_joined(base):
     make_features(f"{base}/features")
     features = FeatureSet.open(f"{base}/features")
-    I = (np.arange(300)[:, None] + [[1, 2, 3]]) % 300  # noqa: E741
+    I = (np.arange(300)[:, None] + [[1, 2, 3]]) % 300
     D = np.tile(np.float32([0.9, 0.8, 0.7]), (300, 1))
-    plan = {"kind": "neighbors", "fields": {"k": 3}, "part_rows": part_row_counts(300, 24, 2000),
-            "config": {"k": 3}, "inputs": {"features": features.as_input()}}
+    plan = {
+        "kind": "neighbors",
+        "fields": {"k": 3},
+        "part_rows": part_row_counts(300, 24, 2000),
+        "config": {"k": 3},
+        "inputs": {"features": features.as_input()},
+    }
     pending = Pending.begin(f"{base}/graph", **plan)
     starts = np.cumsum([0, *pending.part_rows])
     assert pending.missing() == list(range(len(pending.part_rows)))

@@ -149,8 +149,12 @@ def test_one_folder_by_three_addresses(tmp_path, monkeypatch):
 def test_file_where_a_folder_is_needed(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     place = open_place(str(tmp_path / "file"))
-    for action in (lambda: place.write("x", b""), lambda: place.create("x", b""), lambda: place.list(),
-                   lambda: open_place(str(tmp_path)).read_range("nothing/x", 0, 1)):
+    for action in (
+        lambda: place.write("x", b""),
+        lambda: place.create("x", b""),
+        lambda: place.list(),
+        lambda: open_place(str(tmp_path)).read_range("nothing/x", 0, 1),
+    ):
         with pytest.raises(LattqeError, match=r"file|no such"):
             action()
     (tmp_path / "folder").mkdir()
@@ -180,8 +184,12 @@ def test_file_too_large_leaves_nothing(tmp_path):
 def test_full_disk_leaves_nothing(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    if shutil.which("mount") is None or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True
+        ).returncode
+    ):
         pytest.skip("no right to mount a small file system: run the tests as root, or with CAP_SYS_ADMIN")
     try:
         with pytest.raises(LattqeError, match="no space is left on that disk"):
@@ -206,8 +214,12 @@ def test_leftovers_of_the_dead_are_swept_those_of_the_living_stay(tmp_path):
     dead.wait()
     host = os.uname().nodename
     alive = f".tmp-{host}-{os.getpid()}-aaaaaaaaaaaa"
-    for name in (f".tmp-{host}-{dead.pid}-aaaaaaaaaaaa", alive, ".tmp-else-where-1-aaaaaaaaaaaa",
-                 ".tmp-else-2-bbbbbbbbbbbb"):
+    for name in (
+        f".tmp-{host}-{dead.pid}-aaaaaaaaaaaa",
+        alive,
+        ".tmp-else-where-1-aaaaaaaaaaaa",
+        ".tmp-else-2-bbbbbbbbbbbb",
+    ):
         (tmp_path / name).write_bytes(b"")
     long_ago = time.time() - 100_000
     os.utime(tmp_path / ".tmp-else-where-1-aaaaaaaaaaaa", (long_ago, long_ago))

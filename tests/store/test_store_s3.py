@@ -26,7 +26,7 @@ def write(uri: str, rows: int = 2000, dim: int = 16, part_bytes: int = 8000) -> 
     x = np.random.default_rng(0).standard_normal((rows, dim))
     with FeatureWriter(uri, dim, part_bytes=part_bytes) as writer:
         for start in range(0, rows, 100):
-            writer.append(x[start:start + 100], [f"row-{i}" for i in range(start, min(rows, start + 100))])
+            writer.append(x[start : start + 100], [f"row-{i}" for i in range(start, min(rows, start + 100))])
     return writer.close()
 
 
@@ -221,16 +221,24 @@ def assert_no_secrets(error: BaseException) -> None:
     assert not any(secret in str(error) for secret in (SECRET_KEY, ACCESS_KEY, "wrong-secret", "wrong-key"))
 
 
-@pytest.mark.parametrize(("variable", "value"), [("AWS_SECRET_ACCESS_KEY", "wrong-secret"),
-                                                 ("AWS_ACCESS_KEY_ID", "wrong-key")])
+@pytest.mark.parametrize(
+    ("variable", "value"), [("AWS_SECRET_ACCESS_KEY", "wrong-secret"), ("AWS_ACCESS_KEY_ID", "wrong-key")]
+)
 def test_wrong_credentials_are_final_and_not_shown(faults, s3_uri, monkeypatch, variable, value):
     write(s3_uri, rows=20)
     monkeypatch.setenv(variable, value)
     faults.seen.clear()
     place = open_place(s3_uri)
-    actions = (lambda: FeatureSet.open(s3_uri), lambda: FeatureWriter(s3_uri, 4), lambda: place.list(),
-               lambda: place.fetch("manifest.json"), lambda: place.write("x", b""), lambda: place.delete("x"),
-               lambda: place.create("x", b""), lambda: place.open_input("manifest.json"))
+    actions = (
+        lambda: FeatureSet.open(s3_uri),
+        lambda: FeatureWriter(s3_uri, 4),
+        lambda: place.list(),
+        lambda: place.fetch("manifest.json"),
+        lambda: place.write("x", b""),
+        lambda: place.delete("x"),
+        lambda: place.create("x", b""),
+        lambda: place.open_input("manifest.json"),
+    )
     for action in actions:
         with pytest.raises(LattqeError, match=r"S3 refused the credentials|permission denied") as caught:
             action()
@@ -263,8 +271,14 @@ def test_profile_serves_both_clients(s3_uri, monkeypatch, tmp_path):
 
 def test_missing_bucket_is_final(faults):
     place = open_place("s3://no-such-bucket/x")
-    actions = (lambda: FeatureSet.open(place.uri), lambda: FeatureWriter(place.uri, 4), lambda: place.list(),
-               lambda: place.write("x", b""), lambda: place.exists("x"), lambda: place.fetch("x"))
+    actions = (
+        lambda: FeatureSet.open(place.uri),
+        lambda: FeatureWriter(place.uri, 4),
+        lambda: place.list(),
+        lambda: place.write("x", b""),
+        lambda: place.exists("x"),
+        lambda: place.fetch("x"),
+    )
     for action in actions:
         with pytest.raises(LattqeError, match="the bucket 'no-such-bucket' does not exist"):
             action()

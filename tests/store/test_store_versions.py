@@ -39,7 +39,7 @@ def test_features_with_text_labels():
 
 def test_a_graph_is_the_one_that_would_be_made_today():
     graph = NeighborGraph.open(str(OLD / "graph"))
-    I, D = knn_graph(FeatureSet.open(str(OLD / "features")).read(), 10)  # noqa: E741
+    I, D = knn_graph(FeatureSet.open(str(OLD / "features")).read(), 10)
     np.testing.assert_array_equal(graph.read()[0], I)
     np.testing.assert_array_equal(graph.read()[1], D)
 
@@ -54,7 +54,7 @@ def test_an_augmented_index_is_the_one_that_would_be_made_today():
 
 def test_ranks_are_read_and_exported(tmp_path):
     ranks = Ranks.open(str(OLD / "ranks"))
-    I, D = ranks.read()  # noqa: E741
+    I, D = ranks.read()
     assert ranks.ids() == [f"q-{row}" for row in range(5)]
     assert I.shape == D.shape == (5, 10)
     export_ranks(ranks, str(tmp_path / "x.csv"), [str(OLD / "index")])  # it is no longer where the ranks say it was

@@ -18,8 +18,20 @@ from lattqe.training.stage import Stage
 from lattqe.training.team import Team
 from lattqe.training.validation import ValidationSet, density_sets
 
-SMALL = ["world_rows=300", "hop_rows=150", "hop_k=8", "batch=8", "network.background=16", "network.width=16",
-         "network.ffn=16", "network.layers=1", "widths=8", "synthetic=0", "k_min=4", "k_max=12"]
+SMALL = [
+    "world_rows=300",
+    "hop_rows=150",
+    "hop_k=8",
+    "batch=8",
+    "network.background=16",
+    "network.width=16",
+    "network.ffn=16",
+    "network.layers=1",
+    "widths=8",
+    "synthetic=0",
+    "k_min=4",
+    "k_max=12",
+]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +78,10 @@ def test_every_query_has_something_to_find_and_never_itself(data, config):
 
 def test_worlds_are_dense_and_sparse(data, config):
     sampler = DensitySampler(data, config)
-    found = [int((batch.same & batch.usable).sum(1).min()) for batch in
-             (sampler.batch(step, slice(0, 8)) for step in range(60))]
+    found = [
+        int((batch.same & batch.usable).sum(1).min())
+        for batch in (sampler.batch(step, slice(0, 8)) for step in range(60))
+    ]
     assert min(found) == 1
     assert max(found) >= 8
     widths = {sampler.batch(step, slice(0, 8)).candidates.shape[1] for step in range(12)}
@@ -93,8 +107,14 @@ def test_gradients_through_hops_reach_gates_loops_and_alpha(data, config):
     for step in range(0, 12, 4):
         assert torch.isfinite(stage.update(step, sampler.batch(step, slice(0, 8)))).all()
     changed = {name for name, value in network.state_dict().items() if not torch.equal(value, before[name])}
-    assert {"head.rows.linear.weight", "head.loop.weight", "head.alpha_logit", "head.queries.linear.weight",
-            "head.beta.weight", "head.relevance.weight"} <= changed
+    assert {
+        "head.rows.linear.weight",
+        "head.loop.weight",
+        "head.alpha_logit",
+        "head.queries.linear.weight",
+        "head.beta.weight",
+        "head.relevance.weight",
+    } <= changed
 
 
 def test_an_update_waits_for_all_of_its_batches(data, config):
@@ -126,8 +146,11 @@ def test_validation_meets_every_width_and_density():
 
     cells = density_sets([one("a"), one("b")], (1, 3), (4, 8), queries=6)
     assert [cell.name for cell in cells[:4]] == [
-        "a, 4 columns", "a, 4 columns, 1 relevant among others", "a, 4 columns, 3 relevant among others",
-        "a, 4 columns, all relevant among others"]
+        "a, 4 columns",
+        "a, 4 columns, 1 relevant among others",
+        "a, 4 columns, 3 relevant among others",
+        "a, 4 columns, all relevant among others",
+    ]
     assert len(cells) == 2 * 2 * 4
     assert cells[1].xb.shape == (45, 4)
     assert (np.bincount(cells[1].labels[cells[1].labels >= 0]) == 1).all()
@@ -135,7 +158,11 @@ def test_validation_meets_every_width_and_density():
 
 
 def test_settings_that_do_not_fit_are_refused():
-    for setting, match in (("temperature_steps=5", "no temperature"), ("accumulate=7", "multiple of accumulate"),
-                           ("sampler=tuples", "learns from worlds"), ("validate_densities=0", "whole numbers from 1")):
+    for setting, match in (
+        ("temperature_steps=5", "no temperature"),
+        ("accumulate=7", "multiple of accumulate"),
+        ("sampler=tuples", "learns from worlds"),
+        ("validate_densities=0", "whole numbers from 1"),
+    ):
         with pytest.raises(LattqeError, match=match):
             preset("universal", 16, [*SMALL, setting])

@@ -21,12 +21,37 @@ from lattqe.training.stage import NotFiniteError, Stage
 
 RECIPES = {
     "paper": [],
-    "worlds": ["sampler=worlds", "contrastive=0", "smooth_ap=1", "positives=4", "listwise=0.3", "pull=0.5", "ema=0.9",
-               "optimizer=adamw", "weight_decay=0.01", "schedule=cosine", "warmup=2", "clip=1.0"],
-    "relational": ["sampler=worlds", "contrastive=0", "smooth_ap=1", "auxiliary=0", "k_draw=log", "relation_rate=20",
-                   "optimizer=adamw", "temperature_on=worlds", "temperature_k=4", "network.relational=true",
-                   "network.relation_bias=true", "network.background=12", "network.visual=false", "network.width=8",
-                   "network.auxiliary=none"],
+    "worlds": [
+        "sampler=worlds",
+        "contrastive=0",
+        "smooth_ap=1",
+        "positives=4",
+        "listwise=0.3",
+        "pull=0.5",
+        "ema=0.9",
+        "optimizer=adamw",
+        "weight_decay=0.01",
+        "schedule=cosine",
+        "warmup=2",
+        "clip=1.0",
+    ],
+    "relational": [
+        "sampler=worlds",
+        "contrastive=0",
+        "smooth_ap=1",
+        "auxiliary=0",
+        "k_draw=log",
+        "relation_rate=20",
+        "optimizer=adamw",
+        "temperature_on=worlds",
+        "temperature_k=4",
+        "network.relational=true",
+        "network.relation_bias=true",
+        "network.background=12",
+        "network.visual=false",
+        "network.width=8",
+        "network.auxiliary=none",
+    ],
 }
 
 
@@ -38,6 +63,7 @@ def kill_at(step: int):
     def report(progress: Progress) -> None:
         if progress.step == step:
             raise Killed
+
     return report
 
 
@@ -68,8 +94,13 @@ def test_killed_at_any_step_and_continued_gives_the_same_weights(
 
 def test_the_model_is_complete_and_the_work_gone(undisturbed: Plan) -> None:
     assert set(open_place(undisturbed.destination).list()) == {
-        "config.json", "learning_curve.svg", "manifest.json", "metrics.json", "model.safetensors",
-        "tensorboard/events.out.tfevents.lattqe"}
+        "config.json",
+        "learning_curve.svg",
+        "manifest.json",
+        "metrics.json",
+        "model.safetensors",
+        "tensorboard/events.out.tfevents.lattqe",
+    }
     _, config, metrics, manifest = load_model(undisturbed.destination)
     assert config["training"]["batch"] == 8
     assert set(manifest.inputs) == {"features-0", "features-1", "validation-0-database", "validation-0-queries"}
@@ -82,8 +113,11 @@ def test_the_model_is_complete_and_the_work_gone(undisturbed: Plan) -> None:
 
 def test_the_best_validation_decides_what_is_kept(undisturbed: Plan) -> None:
     metrics = load_model(undisturbed.destination)[2]
-    means = {entry["step"]: max(found["mean"] for found in entry["map"].values())
-             for entry in metrics["history"] if "map" in entry}
+    means = {
+        entry["step"]: max(found["mean"] for found in entry["map"].values())
+        for entry in metrics["history"]
+        if "map" in entry
+    }
     assert metrics["best"]["map"] == max(means.values())
     assert means[metrics["best"]["step"]] == metrics["best"]["map"]
     chosen = metrics["validation"]["qe"][str(metrics["nqe"])]["mean"]
@@ -124,10 +158,18 @@ def test_the_first_stage_leaves_the_temperature(sets: dict[str, str], tmp_path: 
 
 
 @pytest.mark.parametrize("sampling", [["k_for=batch", "distinct_negatives=false"], []], ids=["by labels", "published"])
-def test_training_lowers_the_loss_and_raises_validation(sets: dict[str, str], tmp_path: Path, sampling: list[str],
-                                                        ) -> None:
-    plan = plan_for(sets, tmp_path / "model", "steps=60", "validate_every=30", "checkpoint_every=10",
-                    "temperature_steps=0", *sampling)
+def test_training_lowers_the_loss_and_raises_validation(
+    sets: dict[str, str], tmp_path: Path, sampling: list[str]
+) -> None:
+    plan = plan_for(
+        sets,
+        tmp_path / "model",
+        "steps=60",
+        "validate_every=30",
+        "checkpoint_every=10",
+        "temperature_steps=0",
+        *sampling,
+    )
     train(plan)
     metrics = load_model(plan.destination)[2]
     losses = [entry["loss"] for entry in metrics["history"] if "loss" in entry]
@@ -238,8 +280,9 @@ def test_whoever_is_overtaken_stops_and_leaves_the_other_state_whole(tmp_path: P
     assert other.tensors(found, "last")["x"].tolist() == [3.0, 3.0]
 
 
-@pytest.mark.parametrize(("recipe", "name"), [
-    *(("paper", name) for name in TABLE_2), *(("relational", name) for name in RELATIONAL)])
+@pytest.mark.parametrize(
+    ("recipe", "name"), [*(("paper", name) for name in TABLE_2), *(("relational", name) for name in RELATIONAL)]
+)
 def test_every_ablation_can_be_trained(sets: dict[str, str], tmp_path: Path, recipe: str, name: str) -> None:
     changes = (TABLE_2 if recipe == "paper" else RELATIONAL)[name]
     plan = plan_for(sets, tmp_path / "model", *RECIPES[recipe], *changes)

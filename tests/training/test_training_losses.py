@@ -25,9 +25,17 @@ def batch() -> Batch:
     candidates = unit(rng, 30, 6)
     usable = torch.ones(4, 30, dtype=torch.bool)
     usable[torch.arange(4), torch.arange(4)] = False
-    return Batch(items=unit(rng, 4, 8, 6), valid=torch.from_numpy(rng.random((4, 8)) < 0.7),
-                 relevant=torch.from_numpy(rng.random((4, 7)) < 0.5), positives=unit(rng, 4, 3, 6),
-                 candidates=candidates, same=labels == own[:, None], usable=usable, queries=16, k=7)
+    return Batch(
+        items=unit(rng, 4, 8, 6),
+        valid=torch.from_numpy(rng.random((4, 8)) < 0.7),
+        relevant=torch.from_numpy(rng.random((4, 7)) < 0.5),
+        positives=unit(rng, 4, 3, 6),
+        candidates=candidates,
+        same=labels == own[:, None],
+        usable=usable,
+        queries=16,
+        k=7,
+    )
 
 
 @pytest.fixture

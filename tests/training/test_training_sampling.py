@@ -29,8 +29,9 @@ def data() -> TrainingData:
 @pytest.fixture
 def config(tiny: TrainingConfig) -> TrainingConfig:
     """The paper's ranges, scaled down; one number of neighbors for each batch."""
-    return dataclasses.replace(tiny, k_for="batch", batch=32, slots=4, k_min=8, k_max=16, pool=200, pool_steps=3,
-                               positives=2, world_rows=60)
+    return dataclasses.replace(
+        tiny, k_for="batch", batch=32, slots=4, k_min=8, k_max=16, pool=200, pool_steps=3, positives=2, world_rows=60
+    )
 
 
 @pytest.fixture(params=["tuples", "worlds"])
@@ -134,8 +135,12 @@ def test_published_pairs_decide_queries_and_positives(config: TrainingConfig) ->
     """In a set that has pairs only they count; a set without any goes by its labels."""
     sets = [clusters(1, 10, 6), clusters(2, 4, 6)]
     pairs = np.array([[7, 8], [0, 3], [0, 5], [30, 31]])
-    data = join([x for x, _ in sets], [labels for _, labels in sets], [knn_graph(x, 16)[0] for x, _ in sets],
-                pairs=[pairs, np.empty((0, 2), np.int64)])
+    data = join(
+        [x for x, _ in sets],
+        [labels for _, labels in sets],
+        [knn_graph(x, 16)[0] for x, _ in sets],
+        pairs=[pairs, np.empty((0, 2), np.int64)],
+    )
     for published, queries in ((True, {0, 7, 30, *range(60, 84)}), (False, set(range(84)))):
         sampler = TupleSampler(data, dataclasses.replace(config, pairs="published" if published else "labels"))
         drawn: dict[int, set[int]] = {}
@@ -247,5 +252,3 @@ def test_others_never_gives_the_row_itself_and_gives_all_others() -> None:
     found = members.others(np.arange(8)[labels != 1], np.linspace(0, 1, 50, endpoint=False)[None].repeat(7, 0))
     for row, others in zip(np.arange(8)[labels != 1], found):
         assert set(others) == set(np.flatnonzero(labels == labels[row])) - {row}
-
-

@@ -12,8 +12,9 @@ from lattqe.whitening import Whitening, whiten_features
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(module, "part_row_counts",
-                        lambda rows, _: [30] * (rows // 30) + ([rows % 30] if rows % 30 else []))
+    monkeypatch.setattr(
+        module, "part_row_counts", lambda rows, _: [30] * (rows // 30) + ([rows % 30] if rows % 30 else [])
+    )
     monkeypatch.setattr(module, "BLOCK_ROWS", 8)
 
 
@@ -28,8 +29,11 @@ def whitening(tmp_path):
 def write(uri, labels=True, dtype="float16"):
     rng = np.random.default_rng(0)
     with FeatureWriter(uri, 12, dtype, labels=labels) as writer:
-        writer.append(rng.normal(size=(100, 12)), [f"id {n}" for n in range(100)],
-                      np.arange(100, dtype=np.int32) % 7 if labels else None)
+        writer.append(
+            rng.normal(size=(100, 12)),
+            [f"id {n}" for n in range(100)],
+            np.arange(100, dtype=np.int32) % 7 if labels else None,
+        )
         writer.close()
     return FeatureSet.open(uri)
 

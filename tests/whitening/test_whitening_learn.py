@@ -27,7 +27,7 @@ def labels():
 
 
 def blocks(rows, size=37):
-    return [rows[start:start + size] for start in range(0, len(rows), size)]
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 @pytest.fixture
@@ -116,8 +116,9 @@ def test_learned_whitening_helps_where_classes_hide_in_noise():
     """Classes differ along quiet directions under loud noise common to all: that noise is what it removes."""
     rng = np.random.default_rng(0)
     labels = np.repeat(np.arange(40), 10)
-    x = np.concatenate([rng.normal(size=(40, 4))[labels] + 0.2 * rng.normal(size=(400, 4)),
-                        6 * rng.normal(size=(400, 4))], axis=1)
+    x = np.concatenate(
+        [rng.normal(size=(40, 4))[labels] + 0.2 * rng.normal(size=(400, 4)), 6 * rng.normal(size=(400, 4))], axis=1
+    )
 
     def precision(x):
         x = x / np.linalg.norm(x, axis=1, keepdims=True)
@@ -149,10 +150,14 @@ def test_twice_the_same(stored, tmp_path):
     assert learn(stored, "half").save(str(tmp_path / "whitening")) == first
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"method": "zca"}, "method 'zca' is not known"), ({"dim": 13}, "dim 13 is not within 1 and the features' 12"),
-    ({"dim": 0}, "dim 0"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "zca"}, "method 'zca' is not known"),
+        ({"dim": 13}, "dim 13 is not within 1 and the features' 12"),
+        ({"dim": 0}, "dim 0"),
+    ],
+)
 def test_wrong_settings_are_named(stored, change, message):
     with pytest.raises(LattqeError, match=message):
         learn(stored, **change)
@@ -204,8 +209,10 @@ def test_convention_of_the_real_photographs(photos_folder):
     values = lengths**-4.0
     assert (np.diff(values) <= 0).all()
     sets = ("cub200", "cars196", "grocery81", "caltech101")
-    vectors, splits = (np.concatenate([np.load(photos_folder / f"{name}_{what}.npy") for name in sets])
-                       for what in ("vectors", "split"))
+    vectors, splits = (
+        np.concatenate([np.load(photos_folder / f"{name}_{what}.npy") for name in sets])
+        for what in ("vectors", "split")
+    )
     variances = vectors[splits == 0].astype(np.float32).var(axis=0)
     slope, _ = np.polyfit(np.log(values), np.log(variances), 1)
     assert slope == pytest.approx(0.5, abs=0.02)
@@ -213,5 +220,4 @@ def test_convention_of_the_real_photographs(photos_folder):
     axes = projection / lengths[:, None]
     covariance = (axes.T * values) @ axes
     ours = principal(Moments(1, stored["mean"], covariance), power=-0.25, dim=64)
-    np.testing.assert_allclose(np.abs(np.sum(ours.projection * projection[:64], axis=1)),
-                               lengths[:64] ** 2, rtol=1e-4)
+    np.testing.assert_allclose(np.abs(np.sum(ours.projection * projection[:64], axis=1)), lengths[:64] ** 2, rtol=1e-4)
