@@ -10,7 +10,7 @@ import typer
 from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS
 from lattqe.expansion.base import Parameter
-from lattqe.store.models import model_address
+from lattqe.store.artifacts import model_address
 
 NAMES = ", ".join(METHODS)
 

@@ -26,7 +26,7 @@ from lattqe.model import LAttQE
 from lattqe.search import FlatIndex, knn_graph
 from lattqe.search.stored import ProductClock
 from lattqe.store import FeatureSet, NeighborGraph, Ranks, open_place, read_manifest
-from lattqe.store.models import model_address
+from lattqe.store.artifacts import model_address
 
 # Rows augmented, or queries expanded, between two calls of `progress`; their weights never need much memory.
 ROW_BLOCK = 4096

@@ -15,7 +15,7 @@ from lattqe.model.fast import FastLAttQE
 from lattqe.model.gated import WholeList
 from lattqe.model.network import LAttQE
 from lattqe.store import open_place, read_manifest
-from lattqe.store.models import model_address
+from lattqe.store.artifacts import model_address
 
 
 def load_network(model: str | LAttQE | None) -> LAttQE:

@@ -11,9 +11,18 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lattqe.errors import LattqeError
-from lattqe.formats.columns import as_ids, as_labels, text_labels
 from lattqe.formats.matrix import ID_NAMES, LABEL_NAMES, VECTOR_NAMES
-from lattqe.formats.reader import Labels, Options, Reader, RowBlock, as_vectors, check_matrix
+from lattqe.formats.reader import (
+    Labels,
+    Options,
+    Reader,
+    RowBlock,
+    as_ids,
+    as_labels,
+    as_vectors,
+    check_matrix,
+    text_labels,
+)
 
 FILE_MAGIC = b"ARROW1"
 

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 
 from lattqe.errors import LattqeError
-from lattqe.formats.columns import as_ids
 from lattqe.formats.matrix import MatrixReader, open_named
 from lattqe.formats.pickle_machine import Machine
 from lattqe.formats.pickle_names import MEANINGS, Malformed, Name
-from lattqe.formats.reader import Options, is_numeric
+from lattqe.formats.reader import Options, as_ids, is_numeric
 
 
 def load(path: str | os.PathLike[str]) -> Any:

@@ -11,9 +11,18 @@ import numpy as np
 import xxhash
 
 from lattqe.errors import LattqeError
-from lattqe.formats.columns import check_count, read_ids, read_labels
-from lattqe.formats.npy_fvecs import read_array
-from lattqe.formats.reader import Labels, Options, Reader, RowBlock, check_file, open_reader
+from lattqe.formats.matrix import read_array
+from lattqe.formats.reader import (
+    Labels,
+    Options,
+    Reader,
+    RowBlock,
+    check_count,
+    check_file,
+    open_reader,
+    read_ids,
+    read_labels,
+)
 from lattqe.store import open_place
 from lattqe.store.place import check_name
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lattqe.store import FeatureWriter, open_place
-from lattqe.store.artifacts import verify_artifact
-from lattqe.store.models import METRICS
+from lattqe.store.artifacts import METRICS, verify_artifact
 
 DIM, CLASSES, IMAGES, K = 16, 60, 12, 12
 NETWORK = [

@@ -17,8 +17,7 @@ from hypothesis.extra import numpy as hnp
 
 from lattqe.errors import LattqeError
 from lattqe.formats import ENDINGS, open_source
-from lattqe.formats.hdf5 import datasets
-from lattqe.formats.mat import read_variables
+from lattqe.formats.hdf5_mat import datasets, read_variables
 from lattqe.formats.reader import FORMATS
 
 ROWS, DIM = 23, 7
