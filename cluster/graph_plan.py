@@ -7,72 +7,32 @@ import json
 import math
 import shutil
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 
-from cluster.lists import MAX_BLOCKS
 from cluster.session import gpus_available, only_this_machine, require_resources
+from lattqe.cost.graph import (
+    BASE_BYTES,
+    LEAST_BLOCK,
+    MAX_BLOCKS,
+    Cut,
+    bytes_per_row,
+    cut_rows,
+    fitting_rows,
+    graph_of_pairs,
+)
+from lattqe.cost.work import Machines, Stored, Work
 from lattqe.errors import AlreadyExistsError, LattqeError
-from lattqe.search.pairing import Pair
 from lattqe.search.stored import GraphTask, check_sets, open_sets
-from lattqe.search.topk import capacity_for
 from lattqe.store import Place, open_place
 
-PAIR_SECONDS = 120.0  # the longest piece of work, and so the most that a death can cost
-SMALL_BLOCK = 20_000  # rows; with smaller blocks than this, fewer of them: candidates are scored for each anew
-LEAST_BLOCK = 512  # rows; smaller ones would only move data about
-BASE_BYTES = 512 << 20  # of a worker process with torch, and its tiles
-OVERHEAD = 1.1  # loading, merging and writing beside what is measured
 MEASURING_SECONDS = 300.0  # for a worker that measures to be placed, to start on a crowded node and to be done
 ROWS_PER_WORKER = 12_288  # for a further worker to be worth starting
 CUT = "_work/cut.json"
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How the rows are cut into blocks: bounds[b] is where block b begins; the first `own` blocks are compared
-    with all, the others (of a second set whose graph is known) with the first ones only.
-    """
-
-    bounds: tuple[int, ...]
-    own: int
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks."""
-        return len(self.bounds) - 1
-
-    def rows(self, block: int) -> tuple[int, int]:
-        """First and last + 1 row of a block."""
-        return self.bounds[block], self.bounds[block + 1]
-
-    def siblings(self, a: int, b: int) -> bool:
-        """Whether a and b are compared as one block twice as large, which scores their candidates once."""
-        return a == b or (b < self.own and a % 2 == 0 and b == a + 1)
-
-    def pairs(self) -> list[Pair]:
-        """All comparisons; a block meets itself together with its sibling, the last of an odd number alone."""
-        alone = [(self.own - 1, self.own - 1)] if self.own % 2 else []
-        return alone + [(a, b) for a in range(self.own) for b in range(a + 1, self.blocks)]
-
-    def gain(self, a: int, b: int) -> tuple[int, int]:
-        """The bits that comparing a and b adds to what a and what b have seen."""
-        both = (1 << a) | (1 << b)
-        return (both, both) if self.siblings(a, b) else (1 << b, 1 << a)
-
-    def complete(self, block: int) -> int:
-        """What a block has seen when it is done."""
-        return (1 << self.blocks) - 1 if block < self.own else (1 << self.own) - 1
-
-    def cost(self, a: int, b: int) -> int:
-        """Products of one comparison."""
-        n, m = (stop - start for start, stop in (self.rows(a), self.rows(b)))
-        if a == b:
-            return n * n // 2
-        return (n + m) ** 2 // 2 if self.siblings(a, b) else n * m
 
 
 def agree_on_cut(place: Place, cut: Cut) -> Cut:
@@ -89,48 +49,58 @@ def agree_on_cut(place: Place, cut: Cut) -> Cut:
 class GraphPlan:
     """The plan, in numbers; `cut` may be replaced by that of an earlier run."""
 
-    rows: int
+    sets: tuple[Stored, ...]
     dim: int
     dtype: str
+    k: int
     cut: Cut
-    workers: int
+    machines: Machines  # with as many workers as there will be
     resources: dict[str, float]
-    threads: int
-    row_bytes: int  # of one row in a worker's memory
-    list_bytes: int  # of one row's unfinished list
     products_per_second: float  # of one worker, with selection and exact scores
     kind: str  # of products, the fastest on a sample of the rows
     grows: bool  # whether nodes that join get workers too
+    cached: bool  # whether nodes keep what they read
+    remote: bool
+
+    @cached_property
+    def work(self) -> Work:
+        """What is computed, moved and held."""
+        return graph_of_pairs(
+            self.sets,
+            self.dim,
+            self.k,
+            self.cut,
+            self.machines,
+            itemsize=np.dtype(self.dtype).itemsize,
+            products_per_second=self.products_per_second,
+            cached=self.cached,
+            remote=self.remote,
+        )
 
     @property
-    def largest(self) -> int:
-        """Rows of the largest block."""
-        return max(stop - start for start, stop in map(self.cut.rows, range(self.cut.blocks)))
+    def rows(self) -> int:
+        """Rows of all sets."""
+        return self.work.rows
 
     @property
-    def worker_bytes(self) -> int:
-        """Memory of one worker: two blocks and what belongs to them."""
-        return BASE_BYTES + 2 * self.largest * self.row_bytes
+    def workers(self) -> int:
+        """Workers at the start."""
+        return self.machines.workers
 
     @property
-    def work_bytes(self) -> int:
-        """Unfinished lists in storage at the most: one for each row, and those that are being replaced."""
-        return self.list_bytes * (self.rows + 2 * self.workers * self.largest)
+    def threads(self) -> int:
+        """Cores of each worker."""
+        return int(self.resources["num_cpus"])
 
     @property
     def products(self) -> int:
         """Products of two vectors, all pairs together."""
-        return sum(self.cut.cost(*pair) for pair in self.cut.pairs())
-
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of the products."""
-        return 2.0 * self.products * self.dim
+        return self.work.products
 
     @property
     def seconds(self) -> float:
         """Expected time."""
-        return OVERHEAD * self.products / (self.products_per_second * self.workers)
+        return self.work.worker_seconds / self.workers
 
 
 def plan_graph(task: GraphTask, workers: int | None = None, block_rows: int | None = None) -> GraphPlan:
@@ -156,7 +126,7 @@ def plan_graph(task: GraphTask, workers: int | None = None, block_rows: int | No
             f"k = {task.k} need {(BASE_BYTES + 2 * LEAST_BLOCK * row_bytes) >> 20} MiB: use fewer "
             "workers, a smaller k, or nodes with more memory"
         )
-    fit = min((budget - BASE_BYTES) // (2 * row_bytes), int(math.sqrt(PAIR_SECONDS * speed["products_per_second"])))
+    fit = fitting_rows(budget, row_bytes, speed["products_per_second"])
     cut = cut_rows(own, rows - own, workers, block_rows or fit, exact=block_rows is not None)
     if cut.blocks > MAX_BLOCKS:
         raise LattqeError(
@@ -164,52 +134,29 @@ def plan_graph(task: GraphTask, workers: int | None = None, block_rows: int | No
             f"for each worker (now {budget >> 20} MiB), or fewer workers"
         )
     plan = GraphPlan(
-        rows,
+        tuple(Stored.of(each.manifest) for each in sets),
         sets[0].dim,
         sets[0].dtype,
+        task.k,
         cut,
-        workers,
+        connected_machines(workers),
         resources,
-        threads,
-        row_bytes,
-        12 * task.k,
         speed["products_per_second"],
         speed["kind"],
         grows,
+        task.cache is not None,
+        not sets[0].place.is_local,
     )
-    check_disk(task.to, plan.work_bytes + 8 * task.k * rows)
+    check_disk(task.to, plan.work.scratch + plan.work.stored)
     return plan
 
 
-def cut_rows(own: int, others: int, workers: int, fit: int, exact: bool = False) -> Cut:
-    """Cut `own` rows, and `others` of a set whose graph is known, into blocks of at most `fit` rows.
-
-    Enough blocks that every worker finds a free pair: four for each, three where blocks are small, and then two for
-    two workers, who have one pair each in every round; `exact` takes `fit` as it is.
-    """
-
-    def count(rows: int, wanted: int) -> int:
-        least = -(-rows // max(fit, 1))
-        return least if exact else max(least, min(wanted, max(rows // LEAST_BLOCK, 1)))
-
-    small = own < 4 * workers * SMALL_BLOCK
-    plenty = (2 if workers == 2 else 3) if small else 4
-    blocks = count(own, plenty * workers if workers > 1 else 1)
-    if blocks > 1 and not exact:
-        blocks += blocks % 2  # siblings are compared as one
-    more = count(others, 2 * workers) if others else 0
-    bounds = [own * block // blocks for block in range(blocks)]
-    bounds += [own + others * block // more for block in range(more)] if more else []
-    return Cut((*bounds, own + others), blocks)
-
-
-def bytes_per_row(dim: int, k: int, itemsize: int) -> int:
-    """Memory for one row of each of the two blocks that a worker compares.
-
-    As stored and widened to float32, half as much again for a third block that stays from before; its candidates,
-    their exact scores, and its lists while they are read and merged.
-    """
-    return 3 * dim * (itemsize + 4) // 2 + 8 * capacity_for(k) + 8 * k + 4 * 12 * k
+def connected_machines(workers: int | None = None) -> Machines:
+    """The connected cluster, its nodes taken as equal; `workers`: as many as will share the work."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+    count = max(len(nodes), 1)
+    cpus, gpus, memory = (sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU", "memory"))
+    return Machines(count, max(int(cpus // count), 1), int(gpus // count), memory / count, asked=workers)
 
 
 def worker_budget(workers: int, device_bytes: int | None) -> int:

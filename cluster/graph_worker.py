@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from cluster.graph_plan import Cut
 from cluster.lists import StaleListsError, delete_lists, file_name, read_lists, write_lists
+from lattqe.cost import Cut
 from lattqe.search.exact import exact_scores, published
 from lattqe.search.graph import Lists, compare_between, compare_within
 from lattqe.search.pairing import Clock

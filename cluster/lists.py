@@ -16,7 +16,6 @@ from lattqe.store import MissingFileError, Place
 from lattqe.store.manifest import seal_bytes, unseal_bytes
 
 FOLDER = "_work/lists/"
-MAX_BLOCKS = 512  # a set of blocks is that many bits of a file name
 _NAME = re.compile(re.escape(FOLDER) + r"(\d{5})-([0-9a-f]+)\.bin")
 
 

@@ -169,11 +169,11 @@ def show_plan(task: "GraphTask", plan: "GraphPlan", left: int) -> None:
         {
             "rows": f"{plan.rows:,} × {plan.dim} {plan.dtype}, k = {task.k}",
             "workers": f"{plan.workers}, each with " + ", ".join(f"{v:g} {n[4:]}" for n, v in plan.resources.items()),
-            "blocks": f"{plan.cut.blocks} of up to {plan.largest:,} rows, {len(plan.cut.pairs())} pairs",
-            "memory of a worker": human_bytes(plan.worker_bytes),
-            "unfinished lists": f"up to {human_bytes(plan.work_bytes)} in {task.to}/_work",
-            "graph": human_bytes(8 * task.k * plan.rows),
-            "products": f"{plan.flops / 1e12:.3g} TFLOP, {100 * (1 - left / max(plan.products, 1)):.0f} % of them done",
+            "blocks": plan.work.facts["blocks"],
+            "memory of a worker": human_bytes(plan.work.worker_bytes),
+            "unfinished lists": f"up to {human_bytes(plan.work.scratch)} in {task.to}/_work",
+            "graph": human_bytes(plan.work.stored),
+            "products": f"{plan.work.flops / 1e12:.3g} TFLOP, {1 - left / max(plan.products, 1):.0%} of them done",
             "expected time": f"{human_time(expected)} at {speed:.0f} GFLOP/s a worker, products in {plan.kind}",
         },
     )

@@ -1,0 +1,349 @@
+"""The units of cost: what a stage of a job does (`Work`), on which machines (`Machines`), and what that takes (`Cost`).
+
+Work is counted and does not depend on the machine. Seconds are work divided by speeds; each speed says where it comes
+from. Measured means on two cores of an AMD EPYC with AVX2, shared with other programs, in processor time.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from typing import Any
+
+from lattqe.errors import LattqeError
+from lattqe.store.manifest import Manifest
+from lattqe.store.tables import part_row_counts, row_bytes
+
+GB = 10**9
+RANGE_BYTES = 8 << 20  # of one request of a large object: `lattqe.store.s3` reads by these
+# Bytes beside the rows, of files written by this version: an Arrow part's own, a manifest's without and with a part.
+ARROW_BYTES, MANIFEST_BYTES, PART_ENTRY, RECEIPT_BYTES, CLAIM_BYTES = 900, 900, 130, 170, 700
+
+# Of one core in float32 products. Fitted with the constants of selection and scoring (graph.py) to graphs of 10,000
+# to 30,000 rows, 64 to 2048 columns, k from 32 to 256, in one and four blocks: benchmarks/cost.py.
+CORE_FLOPS = 74e9
+# Of one GPU where nothing is assumed: an A10G in true float32 products. Its data sheet, not measured.
+GPU_TFLOPS = 10.0
+# Share of a GPU's speed that is left beside selection and waiting. Assumed: no GPU was there to measure.
+GPU_SHARE = 0.8
+# Rough list prices of us-east-1 at the end of 2025, in dollars.
+PUT_PRICE, GET_PRICE = 0.005 / 1000, 0.0004 / 1000  # a PUT or LIST; a GET or HEAD; a DELETE is free
+STORED_PRICE = 0.023 / GB  # for a byte and month
+# Nodes up, image pulled, installed. Assumed.
+START_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Requests to S3, by what they cost; a local disk has none."""
+
+    puts: int = 0  # PUT, POST and LIST
+    gets: int = 0  # GET and HEAD
+    deletes: int = 0
+
+    def __add__(self, other: "Requests") -> "Requests":
+        return Requests(self.puts + other.puts, self.gets + other.gets, self.deletes + other.deletes)
+
+    def __mul__(self, times: int) -> "Requests":
+        return Requests(self.puts * times, self.gets * times, self.deletes * times)
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.puts + self.gets + self.deletes
+
+    @property
+    def dollars(self) -> float:
+        """What S3 takes for them."""
+        return PUT_PRICE * self.puts + GET_PRICE * self.gets
+
+
+def gets_of(size: int) -> int:
+    """Requests that fetch one object of so many bytes: one, or for a large one a try, a HEAD and its ranges."""
+    return 1 if size <= RANGE_BYTES else 2 + -(-size // RANGE_BYTES)
+
+
+def lists_of(objects: int) -> int:
+    """Requests that list so many objects."""
+    return max(-(-objects // 1000), 1)
+
+
+# What `lattqe.store` asks for. A HEAD for what is not there is followed by a GET that tells why.
+PUT, DELETE = Requests(puts=1), Requests(deletes=1)
+MISSING = Requests(gets=2)
+OPEN = Requests(gets=2)  # a finished artifact: size and content of its manifest
+PUBLISH = PUT * 2 + MISSING  # a part: itself, its receipt, and a look whether another driver has finished
+
+
+def load_part(size: int) -> Requests:
+    """One part of an artifact: its size, then its bytes."""
+    return Requests(gets=1 + gets_of(size))
+
+
+def claim(objects: int = 0) -> Requests:
+    """The claim on a destination that holds so many objects."""
+    return MISSING + Requests(puts=lists_of(objects)) + PUT
+
+
+def finish(parts: int, leftovers: int) -> Requests:
+    """The manifest out of the receipts of so many parts, and so many files of `_work` (the plan included) cleared."""
+    looks = MISSING + Requests(puts=lists_of(parts + leftovers))
+    return looks + Requests(gets=parts) + PUT + Requests(puts=lists_of(parts + leftovers) + 1) + DELETE * leftovers
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An artifact in storage, or one that will be there: rows and bytes of its parts, and bytes of its manifest."""
+
+    part_rows: tuple[int, ...]
+    part_bytes: tuple[int, ...]
+    manifest: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "Stored":
+        """One that is there."""
+        parts = manifest.parts
+        sizes = tuple(part.bytes for part in parts)
+        return cls(tuple(part.rows for part in parts), sizes, len(manifest.to_json()))
+
+    @classmethod
+    def planned(cls, part_rows: Sequence[int], row_bytes: int) -> "Stored":
+        """One that will be there, with so many bytes for each row."""
+        sizes = tuple(ARROW_BYTES + rows * row_bytes for rows in part_rows)
+        return cls(tuple(part_rows), sizes, MANIFEST_BYTES + PART_ENTRY * len(sizes))
+
+    @classmethod
+    def kind(cls, kind: str, rows: int, **of: Any) -> "Stored":
+        """An artifact of a kind with so many rows, cut as `lattqe.store` cuts it; `of`: its fields, as k=64."""
+        size = row_bytes(kind, of)
+        return cls.planned(part_row_counts(rows, size), size)
+
+    @property
+    def rows(self) -> int:
+        """Of all parts."""
+        return sum(self.part_rows)
+
+    @property
+    def bytes(self) -> int:
+        """Of all parts."""
+        return sum(self.part_bytes)
+
+    @property
+    def parts(self) -> int:
+        """How many."""
+        return len(self.part_rows)
+
+    def within(self, start: int, stop: int) -> list[int]:
+        """Bytes of each part that has some of the rows start..stop."""
+        stops = list(accumulate(self.part_rows))
+        first, last = bisect_right(stops, start), bisect_left(stops, stop)
+        return list(self.part_bytes[first : last + 1])
+
+    def loading(self) -> Requests:
+        """Reading all parts once."""
+        return sum(map(load_part, self.part_bytes), Requests())
+
+    def publishing(self, leftovers: int = 0) -> Requests:
+        """Claiming a destination, making all parts, finishing; `leftovers`: files of `_work` beside the receipts."""
+        return claim() + PUBLISH * self.parts + finish(self.parts, self.parts + 1 + leftovers)
+
+    @property
+    def written(self) -> int:
+        """Bytes that publishing it writes: parts, receipts, the claim, the manifest."""
+        return self.bytes + self.parts * RECEIPT_BYTES + CLAIM_BYTES + self.manifest
+
+
+@dataclass(frozen=True)
+class Machines:
+    """A cluster of equal nodes, there or assumed. Bytes, bytes a second, dollars for a node and hour."""
+
+    nodes: int = 1
+    cpus: int = 8
+    gpus: int = 0
+    memory: float = 32 * GB  # of a node
+    gpu_memory: float = 24 * GB
+    tflops: float = GPU_TFLOPS  # of a GPU, in the products that it makes
+    network: float = 0.6 * GB  # of a node, from and to storage
+    price: float = 0.0
+    asked: int | None = None  # workers, where so many are asked for
+
+    @property
+    def workers(self) -> int:
+        """One for each GPU, or for each core, or as many as are asked for."""
+        return self.asked or self.nodes * (self.gpus or self.cpus)
+
+    @property
+    def threads(self) -> int:
+        """Cores of each worker."""
+        return max(self.nodes * self.cpus // self.workers, 1)
+
+    @property
+    def flops(self) -> float:
+        """Of one worker, in bare products."""
+        return self.tflops * 1e12 * GPU_SHARE if self.gpus else CORE_FLOPS * self.threads
+
+    @property
+    def budget(self) -> int:
+        """Memory that one worker may use: four fifths of its share of a node, and of its GPU."""
+        share = 0.8 * min(self.memory * self.nodes / self.workers, self.memory)
+        return int(min(share, 0.8 * self.gpu_memory) if self.gpus else share)
+
+    def __str__(self) -> str:
+        gpus = f", {self.gpus} GPU of {self.tflops:g} TFLOP/s" if self.gpus else ""
+        price = f", ${self.price:g} an hour" if self.price else ""
+        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+        return f"{nodes}: {self.cpus} cores{gpus}, {self.memory / GB:.3g} GB, {self.network / GB:.3g} GB/s{price}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one stage does, all workers together; `worker_seconds` is the time of one worker doing all of it alone."""
+
+    stage: str
+    rows: int
+    products: int = 0  # of two vectors
+    flops: float = 0.0  # of these products and of networks
+    read: int = 0  # bytes from storage
+    written: int = 0
+    gathered: int = 0  # bytes of vectors from other workers
+    requests: Requests = field(default_factory=Requests)
+    worker_seconds: float = 0.0  # of arithmetic
+    worker_bytes: int = 0  # memory of each worker
+    scratch: int = 0  # bytes in storage while it runs
+    stored: int = 0  # bytes in storage afterwards
+    facts: dict[str, str] = field(default_factory=dict)  # what else the plan says: blocks, pairs
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What stages, one after the other, take on some machines; `remote`: storage is S3."""
+
+    stages: Sequence[Work]
+    machines: Machines
+    remote: bool = True
+
+    def seconds_of(self, work: Work) -> float:
+        """Arithmetic, then moving bytes: a worker does one after the other, all workers at once."""
+        moved = work.read + work.written + work.gathered
+        return work.worker_seconds / self.machines.workers + self.moving(moved)
+
+    def moving(self, moved: int) -> float:
+        """Seconds that bytes need between all nodes and the storage."""
+        return moved / (self.machines.network * self.machines.nodes)
+
+    @property
+    def seconds(self) -> float:
+        """All stages."""
+        return sum(map(self.seconds_of, self.stages))
+
+    @property
+    def requests(self) -> Requests:
+        """All stages; none where nothing is on S3."""
+        return sum((work.requests for work in self.stages), Requests()) if self.remote else Requests()
+
+    @property
+    def dollars(self) -> float:
+        """Nodes for the time and for their start, and requests."""
+        hours = (self.seconds + START_SECONDS) / 3600
+        return self.machines.price * self.machines.nodes * hours + self.requests.dollars
+
+    def total(self, name: str) -> float:
+        """The sum of one number over all stages."""
+        return sum(getattr(work, name) for work in self.stages)
+
+    @property
+    def worker_bytes(self) -> int:
+        """Memory of the largest worker."""
+        return max((work.worker_bytes for work in self.stages), default=0)
+
+    def check(self) -> None:
+        """Refuse what no worker has the memory for."""
+        budget = self.machines.budget
+        for work in self.stages:
+            if work.worker_bytes > budget:
+                raise LattqeError(
+                    f"{work.stage} needs {_mib(work.worker_bytes)} for each of {self.machines.workers} workers, "
+                    f"which have {_mib(budget)} each: use fewer workers, or nodes with more memory"
+                )
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:,.0f} MiB"
+
+
+UNITS = {"TB": 10**12, "GB": GB, "MB": 10**6, "TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20}
+SPEEDS = {"GB/s": GB, "MB/s": 10**6, "Gbit/s": GB / 8}
+
+
+def _count(least: int) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = int(text)
+        if value < least:
+            raise ValueError(f"at least {least}")
+        return value
+
+    return read
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError("a number from 0")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _number(text)
+    if value == 0:
+        raise ValueError("a number above 0")
+    return value
+
+
+def _with_unit(units: Mapping[str, float]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        for unit, size in sorted(units.items(), key=lambda item: -len(item[0])):
+            if text.lower().endswith(unit.lower()):
+                return _positive(text[: -len(unit)]) * size
+        raise ValueError("no unit")
+
+    return read
+
+
+# Each key: how it is read, and what it must look like.
+KEYS: dict[str, tuple[Callable[[str], float], str]] = {
+    "nodes": (_count(1), "a whole number from 1"),
+    "gpus": (_count(0), "a whole number from 0, for each node"),
+    "cpus": (_count(1), "a whole number from 1, for each node"),
+    "memory": (_with_unit(UNITS), "such as 32GB, of each node"),
+    "gpu_memory": (_with_unit(UNITS), "such as 24GB, of each GPU"),
+    "tflops": (_positive, "a number above 0, of each GPU"),
+    "network": (_with_unit(SPEEDS), "such as 1.2GB/s, of each node"),
+    "price": (_number, "dollars for a node and hour, from 0"),
+}
+
+
+def parse_assumption(text: str) -> Machines:
+    """Read "nodes=16,gpus=1,cpus=8,tflops=120,network=1.2GB/s,price=0.5"; what is left out is as `Machines` says.
+
+    LattqeError names the key that is unknown or wrong, and what is accepted.
+    """
+    values: dict[str, float] = {}
+    for entry in (part.strip() for part in text.split(",")):
+        key, equals, value = (part.strip() for part in entry.partition("="))
+        if key not in KEYS or not equals:
+            raise LattqeError(f"--assume {entry!r}: keys are {', '.join(KEYS)}, as in nodes=16,network=1.2GB/s")
+        if key in values:
+            raise LattqeError(f"--assume names {key} twice: give it once")
+        read, wanted = KEYS[key]
+        try:
+            values[key] = read(value)
+        except ValueError:
+            raise LattqeError(f"--assume {entry!r}: {key} is {wanted} (keys: {', '.join(KEYS)})") from None
+    if not values.get("gpus"):
+        for key in ("tflops", "gpu_memory"):
+            if key in values:
+                raise LattqeError(f"--assume {key} is of a GPU, and gpus is 0: add gpus=1, or leave {key} out")
+    whole = {each.name for each in fields(Machines) if each.type is int}
+    given: dict[str, Any] = {key: int(value) if key in whole else value for key, value in values.items()}
+    return Machines(**given)
