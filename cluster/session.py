@@ -201,6 +201,12 @@ def gpus_available() -> int:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
+def worker_device() -> str:
+    """The kind of device that workers compute on: what LATTQE_DEVICE says, or GPUs where the cluster has any."""
+    named = os.environ.get("LATTQE_DEVICE") or "auto"
+    return ("cuda" if gpus_available() else "cpu") if named == "auto" else named.partition(":")[0]
+
+
 def only_this_machine() -> bool:
     """Whether the connected cluster has one node, the one that this process runs on."""
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]

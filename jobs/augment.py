@@ -1,7 +1,7 @@
 """Replace every row of a feature set by its expansion from its neighbors (database-side augmentation)."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,6 +97,7 @@ def main(
     refuse_foreign_files(open_place(to))  # before a graph or edges are put there
     here = reach == "auto" and runs_here(original.rows, workers, address)
     with nullcontext() if here else on_ray(address):
+        checked_device(theta, here)  # before a graph is computed for nothing
         graph = given or computed_graph(original, f"{to.rstrip('/')}/{GRAPH}", theta.depth(k), workers, cache, here)
         task = Augmentation(original.uri, graph.uri, to, method, k, params, cache, hops=hops, hop_alpha=hop_alpha)
         made = augment_here(task) if here else augment(task, workers, reach)
@@ -186,12 +187,37 @@ class Made:
         return Made(hops.task, hops.manifest, self.summary.then(rows), self.sharing, self.more | hops.more | facts)
 
 
+def made_on(task: "Augmentation", here: bool) -> "Augmentation":
+    """The task for the device of this process, or of the workers on Ray; one that cannot do it is refused."""
+    from lattqe.expansion import create
+
+    device = checked_device(create(task.method, **task.params), here)
+    return replace(task, device=device)
+
+
+def checked_device(method: "Method", here: bool) -> str:
+    """The kind of device that rows are augmented on, where it can do what the method's parameters ask for."""
+    import torch
+
+    from lattqe.device import pick_device
+
+    if here:
+        device = pick_device()
+    else:
+        from cluster.session import worker_device
+
+        device = torch.device(worker_device())
+    method.check_device(device)
+    return device.type
+
+
 HERE = {"where": "in this process: --workers or --address ask for Ray"}
 
 
 def augment_here(task: "Augmentation") -> Made:
     """Print the plan, run what is missing in this process, publish; of several hops, first the edges."""
-    return reduce(Made.then, [(_hop_here if stage.hopping else _augment_here)(stage) for stage in task.stages()])
+    stages = made_on(task, here=True).stages()
+    return reduce(Made.then, [(_hop_here if stage.hopping else _augment_here)(stage) for stage in stages])
 
 
 def augment(task: "Augmentation", workers: int | None, reach: str = "auto", process: int | None = None) -> Made:
@@ -200,7 +226,7 @@ def augment(task: "Augmentation", workers: int | None, reach: str = "auto", proc
         Made.then,
         [
             _hop(stage, workers, process) if stage.hopping else _augment(stage, workers, reach, process)
-            for stage in task.stages()
+            for stage in made_on(task, here=False).stages()
         ],
     )
 

@@ -55,7 +55,8 @@ def _option(of: Mapping[str, Parameter]) -> Any:
     """The option of a parameter; its help says what it means to each method that has it."""
     meanings: dict[str, list[str]] = {}
     for method, parameter in of.items():
-        default = "" if parameter.default is None else f": {parameter.default:g}"
+        default = parameter.default
+        default = "" if default is None else f": {default}" if isinstance(default, str) else f": {default:g}"
         meanings.setdefault(parameter.help, []).append(f"{method}{default}")
     text = "; ".join(f"{help} ({', '.join(methods)})" for help, methods in meanings.items())
     first = next(iter(of.values()))

@@ -140,11 +140,13 @@ def make_expansion(
         return None
 
     from lattqe.augmentation import is_augmented
+    from lattqe.device import pick_device
     from lattqe.expansion import create
     from lattqe.expansion.attention import model_inputs
 
     method = create(name, **method_params(name, given))
     method.check_width(database.dim, f"features in {database.uri}")
+    method.check_device(pick_device())
     augmented = is_augmented(database)
     k = nqe or method.suggested_k(dba=False, augmented=augmented)
     method.check_k(k)

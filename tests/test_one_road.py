@@ -231,3 +231,29 @@ def call(app, *words):
         raise result.exception
     assert result.exit_code == 0, result.output
     return result.output
+
+
+def test_a_shorter_precision_is_chosen_on_the_command_line(world, tmp_path):
+    def run(app, *arguments):
+        return CliRunner().invoke(app, list(map(str, arguments)))
+
+    def augmented(name, *more):
+        asked = (world / "database", "--model", world / "content", "-k", K, "--to", tmp_path / name, *more)
+        return run(jobs.augment.app, *asked)
+
+    for name, more in (("float32", ()), ("int8", ("--precision", "int8"))):
+        assert augmented(name, *more).exit_code == 0
+    full, short = (FeatureSet.open(str(tmp_path / name)) for name in ("float32", "int8"))
+    assert (full.manifest.config["params"], short.manifest.config["params"]["precision"]) == ({"dba": True}, "int8")
+    assert full.digest != short.digest
+    assert (full.read() * short.read()).sum(axis=1).min() > 0.999
+    assert run(jobs.verify.app, tmp_path / "int8", "--recompute", 50).exit_code == 0
+
+    refused = {"half": "needs a GPU", "float8": "unknown precision 'float8': use one of float32, int8, half"}
+    for precision, told in refused.items():
+        assert told in str(augmented(precision, "--precision", precision).exception)
+        assert not (tmp_path / precision).exists()
+    search = (world / "database", world / "queries", "--expand", "lattqe", "--to", tmp_path / "ranks")
+    done = run(jobs.search.app, *search, "--precision", "int8")
+    assert "leave --precision out" in str(done.exception), "the model that ships is relational"
+    assert run(jobs.search.app, *search, "--model", world / "content", "--precision", "int8").exit_code == 0

@@ -74,6 +74,7 @@ class Augmentation:
     hops: int = 1  # 1: each row from its own neighbors; above: features flow so many times over all rows' edges
     hop_alpha: float = HOP_ALPHA  # share of a hop that comes from the neighbors
     only_edges: bool = False  # `to` is not an index, but the edges of one
+    device: str = "cpu"  # the kind that workers compute on: it decides the last bits
 
     def __post_init__(self) -> None:
         """Make addresses absolute, for the workers."""
@@ -368,7 +369,7 @@ def begin_index(task: Augmentation) -> Pending:
             "edges",
             fields,
             part_row_counts(features.rows, row_bytes("edges", fields)),
-            config={**describe(task.method, task.k, task.params), "job": "edges"},
+            config={**describe(task.method, task.k, task.params, device=task.device), "job": "edges"},
             inputs=inputs,
         )
     if task.hopping:
@@ -379,7 +380,7 @@ def begin_index(task: Augmentation) -> Pending:
         fields,
         part_rows,
         schema=features.table(0, 1).schema,
-        config=describe(task.method, task.k, task.params, task.hops, task.hop_alpha),
+        config=describe(task.method, task.k, task.params, task.hops, task.hop_alpha, task.device),
         inputs=inputs,
     )
 

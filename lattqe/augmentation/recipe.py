@@ -21,18 +21,25 @@ GRAPH, ORIGINALS, EDGES = "neighbors", "originals", "edges"
 # Between a vector computed again on another machine and the stored one, before the stored one's own rounding.
 TOLERANCE = 2e-5
 EDGE_TOLERANCE = 2e-4  # of a weight, beside the largest of its row: shared first products differ that much
+COARSE_TOLERANCE = 0.05  # of both, where the network was computed in half or int8: the check is made in float32
 MOST_HOPPED_AGAIN = 100_000
 ROUNDING = {"float16": 2.0**-11, "float32": 2.0**-24}
 
 
-def describe(method: str, k: int, params: dict[str, Any], hops: int = 1, hop_alpha: float = 0.0) -> dict[str, Any]:
-    """The configuration that an augmented index carries in its manifest; a model is named among the inputs."""
+def describe(
+    method: str, k: int, params: dict[str, Any], hops: int = 1, hop_alpha: float = 0.0, device: str = "cpu"
+) -> dict[str, Any]:
+    """The configuration that an augmented index carries in its manifest; a model is named among the inputs.
+
+    A device other than the CPU is named, because the last bits of the vectors depend on it.
+    """
     described = {
         "job": JOB,
         "method": method,
         "k": k,
         "params": {name: value for name, value in params.items() if name != "model"},
     }
+    described |= {"device": device} if device != "cpu" else {}
     return described | ({"hops": hops, "hop_alpha": hop_alpha} if hops > 1 else {})
 
 
@@ -101,32 +108,33 @@ def recompute(index: FeatureSet, count: int, seed: int = 0, cache: str | None = 
     for a row after them depends on rows far away.
     """
     recipe = Recipe.of(index, cache)
-    method = create(recipe.method, **recipe.params)
+    coarse = COARSE_TOLERANCE if recipe.params.get("precision", "float32") != "float32" else 0.0
+    method = create(recipe.method, **{name: value for name, value in recipe.params.items() if name != "precision"})
     rows = np.sort(np.random.default_rng(seed).permutation(index.rows)[:count])
     I, D = recipe.graph.gather(rows)
     done = augment_rows(StoredIndex([recipe.features]), rows, D, I, method, recipe.k)
     expected = done.vectors
     if recipe.edges is not None:
-        off = _check_edges(recipe.edges, rows, done)
+        off = _check_edges(recipe.edges, rows, done, max(EDGE_TOLERANCE, coarse))
         if not hops_again(index):
             return off
         expected = hop(*recipe.edges.read(), recipe.features.read(), recipe.hop_alpha, recipe.hops)[rows]
     deviation = np.abs(index.gather(rows).astype(np.float32) - expected).max(axis=1, initial=0.0)
     worst = int(deviation.argmax()) if len(rows) else 0
-    if len(rows) and deviation[worst] > TOLERANCE + ROUNDING[index.dtype]:
+    if len(rows) and deviation[worst] > max(TOLERANCE, coarse) + ROUNDING[index.dtype]:
         raise CorruptDataError(
             f"row {rows[worst]} of {index.uri} is not what its recipe gives: off by {deviation[worst]:.2g}"
         )
     return float(deviation.max(initial=0.0))
 
 
-def _check_edges(edges: Edges, rows: np.ndarray, again: Expanded) -> float:
+def _check_edges(edges: Edges, rows: np.ndarray, again: Expanded, tolerance: float) -> float:
     """Hold stored edges of some rows against the same computed again; the largest deviation of a weight."""
     weights, neighbors = edges.gather(rows)
     t = neighbors.shape[1]
     scale = np.maximum(1, np.abs(again.weights[:, :t]).max(axis=1, initial=0.0))
     off = np.abs(weights - again.weights[:, :t]).max(axis=1, initial=0.0) / scale
-    wrong = np.flatnonzero((off > EDGE_TOLERANCE) | (neighbors != again.rows[:, :t]).any(axis=1))
+    wrong = np.flatnonzero((off > tolerance) | (neighbors != again.rows[:, :t]).any(axis=1))
     if len(wrong):
         raise CorruptDataError(
             f"the edges of row {rows[wrong[0]]} in {edges.uri} are not what their recipe gives: "

@@ -158,9 +158,13 @@ class Entry:
         return tuple(dict.fromkeys(values))
 
     def values(self, key: str, kind: type) -> tuple[Any, ...]:
-        """One number, or a list to choose from, as int or float."""
+        """One number (or text), or a list to choose from, as int, float or str."""
         value = self.content[key]
         values = value if isinstance(value, list) else [value]
+        if kind is str:
+            if not values or not all(isinstance(each, str) for each in values):
+                raise LattqeError(f"{self.where}: {key} must be text, not {value!r}")
+            return tuple(values)
         allowed = int if kind is int else (int, float)
         if not values or not all(isinstance(each, allowed) and not isinstance(each, bool) for each in values):
             raise LattqeError(f"{self.where}: {key} must be {kind.__name__} numbers, not {value!r}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.nn import functional
 from lattqe.device import pick_device
 from lattqe.errors import LattqeError
 from lattqe.expansion.base import Expanded, Lists, Method, aggregate, check_finite, parameter
-from lattqe.model.fast import FastLAttQE
+from lattqe.model.fast import PRECISIONS, FastLAttQE, check_precision, shared_width
 from lattqe.model.gated import WholeList
 from lattqe.model.network import LAttQE
 from lattqe.store import open_place, read_manifest
@@ -52,11 +53,30 @@ class AttentionExpansion(Method):
         None, "The trained model, a folder or s3:// address; without it the one that ships", address=True
     )
     dba: bool = False  # the tempered softmax, for rows of the database
-    precision: str = "float32"  # or int8 on CPUs, half on GPUs: faster, cosine to the float32 result above .999
-    fast: FastLAttQE = field(init=False, repr=False)
+    # faster than float32, cosine to its result above .999
+    precision: str = parameter(
+        "float32", f"Arithmetic of the network: {', '.join(PRECISIONS)}; int8 on CPUs, half on GPUs"
+    )
+    network: LAttQE = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.fast = FastLAttQE(load_network(self.model), self.precision, pick_device(self.device))
+        self.network = load_network(self.model)
+        if self.precision not in PRECISIONS:
+            raise LattqeError(f"unknown precision {self.precision!r}: use one of {', '.join(PRECISIONS)}")
+        if self.precision != "float32" and self.network.config.relational:
+            raise LattqeError(
+                f"precision {self.precision}: this network compares similarities, which need float32, and has few "
+                "products that could be shortened: leave --precision out"
+            )
+
+    @cached_property
+    def fast(self) -> FastLAttQE:
+        """The network on the device; made where it is used, as a driver plans for workers with other devices."""
+        return FastLAttQE(self.network, self.precision, pick_device(self.device))
+
+    def check_device(self, device: torch.device) -> None:
+        """See Method."""
+        check_precision(self.precision, device)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -66,7 +86,7 @@ class AttentionExpansion(Method):
     def suggested_k(self, dba: bool, augmented: bool = False) -> int:
         """The number that training chose for this network, else the paper's, as far as the network has ranks."""
         k = self._chosen(dba, augmented) or super().suggested_k(dba)
-        return min(k, self.fast.config.max_k)
+        return min(k, self.network.config.max_k)
 
     def origin_of_k(self, augmented: bool = False) -> str:
         """Where `suggested_k` for queries comes from, in words."""
@@ -77,7 +97,7 @@ class AttentionExpansion(Method):
 
     def _chosen(self, dba: bool, augmented: bool) -> int | None:
         """What the model's metrics name, None where they do not."""
-        metrics = self.fast.network.metrics
+        metrics = self.network.metrics
         for name in ("ndba",) if dba else ("nqe_with_dba", "nqe") if augmented else ("nqe",):
             if isinstance(metrics.get(name), int) and metrics[name] > 0:
                 return int(metrics[name])
@@ -86,27 +106,27 @@ class AttentionExpansion(Method):
     @property
     def default_hops(self) -> int:
         """The number that training chose for this network."""
-        chosen = self.fast.network.metrics.get("hops", 1)
+        chosen = self.network.metrics.get("hops", 1)
         return chosen if isinstance(chosen, int) and chosen > 0 else 1
 
     @property
     def hop_alpha(self) -> float:
         """What the network learned, where it was trained through hops."""
-        return self.fast.network.alpha.item()
+        return self.network.alpha.item()
 
     @property
     def largest_k(self) -> int | None:
         """As many as the network has ranks."""
-        return self.fast.config.max_k
+        return self.network.config.max_k
 
     def depth(self, k: int) -> int:
         """A background needs a longer list than the k neighbors that are weighed."""
-        return self.fast.network.depth(k)
+        return self.network.depth(k)
 
     def check_width(self, dim: int, what: str = "vectors") -> None:
         """Refuse vectors that the network was not made for, naming both."""
         try:
-            self.fast.network.check_width(dim)
+            self.network.check_width(dim)
         except LattqeError as error:
             model = f" {self.model}" if isinstance(self.model, str) else ""
             raise LattqeError(f"the model{model} does not fit the {what}: {error}") from None
@@ -119,7 +139,7 @@ class AttentionExpansion(Method):
     @property
     def means_suffice(self) -> bool:
         """Whether database rows need of neighbors beyond the k weighed ones only their mean and their scores."""
-        return self.dba and self.fast.config.relational
+        return self.dba and self.network.config.relational
 
     def expand_rows(
         self, x: np.ndarray, table: torch.Tensor, lists: np.ndarray, scores: np.ndarray, k: int
@@ -153,12 +173,12 @@ class AttentionExpansion(Method):
     @property
     def shared_width(self) -> int:
         """Columns of `shared_rows`; 0 where the network has nothing to share and `expand` is the way."""
-        return self.fast.shared_width
+        return shared_width(self.network.config)
 
     @property
     def shared_products(self) -> int:
         """W d of the first encoder (3 W × W), and the token itself (D × W) where the vectors are projected."""
-        config = self.fast.config
+        config = self.network.config
         width = config.token_width
         projected = 0 if config.width is None else config.dim * width
         return 3 * width * width + projected if self.shared_width else 0

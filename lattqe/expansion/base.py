@@ -204,6 +204,9 @@ class Method(Described, ABC):
     def check_width(self, dim: int, what: str = "vectors") -> None:
         """Refuse vectors of a length that the method was not made for; `what` names them. Formulas take any."""
 
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a device that cannot compute what the parameters ask for. Formulas run anywhere."""
+
     @property
     def shared_width(self) -> int:
         """Floats that all lists share of one database row (`AttentionExpansion.shared_rows`); 0: nothing."""

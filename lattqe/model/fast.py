@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lattqe.errors import LattqeError
+from lattqe.model.config import LAttQEConfig
 from lattqe.model.encoder import Encoder
 from lattqe.model.gated import WholeList
 from lattqe.model.network import LAttQE
@@ -188,16 +189,8 @@ class FastLAttQE:
 
     @property
     def shared_width(self) -> int:
-        """Floats a database row needs for sharing; 0 where this network has nothing to share.
-
-        3 W for q, k and v, and W more for the token itself where the vectors are projected. Pre-LN normalises d + p
-        before the product, the similarity to the query differs from list to list, and without attention or content
-        there is no such product: these share nothing.
-        """
-        c = self.config
-        if c.relational or c.norm != "post" or not c.attention or not c.visual or c.similarity:
-            return 0
-        return (3 if c.width is None else 4) * c.token_width
+        """Floats a database row needs for sharing; 0 where this network has nothing to share."""
+        return shared_width(self.config)
 
     def shared_rows(self, x: torch.Tensor) -> torch.Tensor:
         """What all lists share of database rows x (n, D): W d + b (and the token), (n, shared_width) float32."""
@@ -218,6 +211,19 @@ class FastLAttQE:
             positions = self.network.tokens.context(weight.new_empty(0, t, self.config.dim))
             self._projected[t] = F.linear(positions, weight)
         return self._projected[t]
+
+
+def shared_width(config: LAttQEConfig) -> int:
+    """Floats that all lists share of a database row; 0 where a network has nothing to share.
+
+    3 W for q, k and v, and W more for the token itself where the vectors are projected. Pre-LN normalises d + p
+    before the product, the similarity to the query differs from list to list, and without attention or content
+    there is no such product: these share nothing.
+    """
+    c = config
+    if c.relational or c.norm != "post" or not c.attention or not c.visual or c.similarity:
+        return 0
+    return (3 if c.width is None else 4) * c.token_width
 
 
 def check_precision(precision: str, device: torch.device) -> None:

@@ -59,7 +59,7 @@ def setting_parts(row: Mapping[str, Any]) -> dict[str, str]:
         parts[first] = str(step["k"])
         parts |= {"hops": str(step["hops"])} if "hops" in step else {}
         parts |= {
-            known[key].symbol: f"{value:g}"
+            known[key].symbol: value if isinstance(value, str) else f"{value:g}"
             for key, value in step.items()
             if key in known and not known[key].address and (name != "nDBA" or step["method"] in GRAPH_METHODS)
         }
