@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import subprocess
 import time
 import uuid
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from lattqe.errors import LattqeError
 PACKAGES = ("ray", "torch", "numpy", "pyarrow", "boto3", "safetensors", "faiss-cpu", "faiss-gpu", "lattqe")
 LEAST_SHARED_MEMORY = 1 << 30  # Ray falls back to slow files on disk below what its object store wants
 LEAST_DISK = 10 << 30  # a cached million rows of 2048 halves, and room for parts in the making
+# The oldest driver for each CUDA that a torch wheel may be built with (NVIDIA, minor version compatibility).
+DRIVER_FLOOR = {11: 450, 12: 525, 13: 580}
 LARGEST_SKEW = 5.0  # seconds; S3 refuses signatures that are minutes off, tokens expire
 
 
@@ -28,7 +31,9 @@ class NodeReport:
     node: str
     python: str = ""
     packages: dict[str, str] = field(default_factory=dict)
-    gpus: list[str] = field(default_factory=list)
+    gpus: list[str] = field(default_factory=list)  # as torch sees them
+    driver: str = ""  # NVIDIA's, "" where there is none
+    cuda: str = ""  # that torch was built with, "" for a wheel without
     faiss: str = ""
     shared_memory: int = 0
     disk: int = 0
@@ -45,7 +50,8 @@ def examine_node(name: str, place_uri: str | None) -> dict[str, Any]:
             report.packages[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    report.gpus, report.faiss = _gpus(), _faiss_build()
+    report.gpus, report.cuda = _gpus()
+    report.driver, report.faiss = _driver(), _faiss_build()
     report.shared_memory = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
     report.disk = shutil.disk_usage(os.environ.get("TMPDIR", "/tmp")).free
     if place_uri is not None:
@@ -53,10 +59,22 @@ def examine_node(name: str, place_uri: str | None) -> dict[str, Any]:
     return asdict(report)
 
 
-def _gpus() -> list[str]:
+def _gpus() -> tuple[list[str], str]:
     import torch
 
-    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return names, torch.version.cuda or ""
+
+
+def _driver() -> str:
+    """The version of the NVIDIA driver, as its own tool says it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = told.stdout.split()
+    return lines[0] if told.returncode == 0 and lines else ""
 
 
 def _faiss_build() -> str:
@@ -133,6 +151,7 @@ def to_fix(reports: list[NodeReport]) -> list[str]:
             lines.append(f"{report.node}: its clock is {report.clock_skew:.0f} s off: start a time service (chrony)")
         if report.storage not in ("", "ok"):
             lines.append(f"{report.node}: storage: {report.storage}")
+        lines += _driver_to_fix(report)
         if "faiss-cpu" in report.packages and "faiss-gpu" in report.packages:
             lines.append(f"{report.node}: faiss-cpu hides faiss-gpu: pip uninstall faiss-cpu")
         if report.faiss.startswith("missing"):
@@ -143,6 +162,28 @@ def to_fix(reports: list[NodeReport]) -> list[str]:
                 "pip uninstall faiss-cpu; pip install 'lattqe[gpu]'"
             )
     return lines + _differences(reports)
+
+
+def _driver_to_fix(report: NodeReport) -> list[str]:
+    """A GPU that torch cannot use, and why."""
+    if not report.driver:
+        return []
+    if not report.cuda:
+        return [
+            f"{report.node}: has an NVIDIA driver ({report.driver}) but a torch without CUDA: build the image with "
+            "Dockerfile, or pip install torch from PyPI"
+        ]
+    floor = DRIVER_FLOOR.get(int(report.cuda.split(".")[0]))
+    if floor is not None and int(report.driver.split(".")[0]) < floor:
+        return [
+            f"{report.node}: driver {report.driver} is too old for torch's CUDA {report.cuda}: install {floor} or newer"
+        ]
+    if not report.gpus:
+        return [
+            f"{report.node}: driver {report.driver} is there, but torch sees no GPU: start the container with GPUs "
+            "(--gpus all, or the NVIDIA runtime)"
+        ]
+    return []
 
 
 def _differences(reports: list[NodeReport]) -> list[str]:

@@ -43,6 +43,7 @@ def main(
                 "packages": versions,
                 "faiss": report.faiss,
                 "GPUs": ", ".join(report.gpus) or "none",
+                "driver, torch's CUDA": f"{report.driver or 'none'}, {report.cuda or 'none'}",
                 "shared memory free": human_bytes(report.shared_memory),
                 "disk free": human_bytes(report.disk),
                 "storage": report.storage or "not asked",

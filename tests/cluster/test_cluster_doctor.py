@@ -10,12 +10,10 @@ WELL = NodeReport(
     "10.0.0.1 (abc)",
     "3.11.7",
     {"ray": "2.60.0", "lattqe": "0.1.0", "faiss-cpu": "1.15.1"},
-    [],
-    "1.15.1 CPU",
-    8 << 30,
-    100 << 30,
-    0.0,
-    "ok",
+    faiss="1.15.1 CPU",
+    shared_memory=8 << 30,
+    disk=100 << 30,
+    storage="ok",
 )
 
 
@@ -33,6 +31,9 @@ WELL = NodeReport(
         ({"packages": WELL.packages | {"faiss-gpu": "1.15.1"}}, "faiss-cpu hides faiss-gpu"),
         ({"faiss": "missing: no module"}, "faiss is missing"),
         ({"gpus": ["A10G"]}, "has 1 GPUs but a faiss without them"),
+        ({"driver": "570.86"}, "has an NVIDIA driver (570.86) but a torch without CUDA"),
+        ({"driver": "570.86", "cuda": "13.0"}, "driver 570.86 is too old for torch's CUDA 13.0: install 580 or newer"),
+        ({"driver": "570.86", "cuda": "12.8"}, "driver 570.86 is there, but torch sees no GPU"),
     ],
 )
 def test_each_trouble_is_one_line_that_says_what_to_do(change, told):

@@ -111,9 +111,41 @@ def test_every_value_has_a_reason(aws):
 
 def test_the_ray_version_is_the_tested_one_and_said_in_full(aws):
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
-    images = [aws["docker"]["image"], aws["available_node_types"]["cpu"]["docker"]["worker_image"]]
-    assert all(f":{pinned['ray']}-py311" in image for image in images)
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert f"ARG RAY={pinned['ray']}-py311-gpu" in dockerfile
+    assert f"--build-arg RAY={pinned['ray']}-py311 " in dockerfile
     assert aws["setup_commands"]
+
+
+def test_the_cluster_files_run_the_image_of_the_dockerfile(aws):
+    """Tags are those that its first lines build, from the constraints, with this version and the code that is there."""
+    import tomllib
+
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    built = [line.split("-t ")[1].split()[0] for line in lines if line.startswith("#   docker build")]
+    assert built == [f"your-registry/lattqe:{version}", f"your-registry/lattqe:{version}-cpu"]
+    job = yaml.safe_load((ROOT / "cluster" / "kuberay.yaml").read_text())["spec"]["rayClusterSpec"]
+    pods = [group["template"]["spec"] for group in (job["headGroupSpec"], *job["workerGroupSpecs"])]
+    assert {container["image"] for pod in pods for container in pod["containers"]} == {built[0]}
+    assert [aws["docker"]["image"], aws["available_node_types"]["cpu"]["docker"]["worker_image"]] == built
+    installs = [line for line in lines if "pip install" in line and not line.startswith("#")]
+    assert installs
+    assert all("-c constraints.txt" in line for line in installs)
+    copied = [name for line in lines if line.startswith("COPY") for name in line.split()[2:-1]]
+    assert all((ROOT / name).exists() for name in copied)
+    assert {"lattqe", "cluster", "jobs"} <= set(copied)
+
+
+def test_gpu_pods_go_to_tainted_nodes_and_the_cache_to_local_disks(aws):
+    job = yaml.safe_load((ROOT / "cluster" / "kuberay.yaml").read_text())
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in workers["template"]["spec"][
+        "tolerations"
+    ]
+    (mount,) = [line.split()[1] for line in aws["docker"]["run_options"] if line.startswith("--volume")]
+    assert mount.endswith(":/cache")
+    assert any(mount.split(":")[0] in line for line in aws["initialization_commands"])
 
 
 def test_the_kubernetes_job_runs_an_augmentation_that_can_be_created_again():
