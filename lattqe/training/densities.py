@@ -181,9 +181,7 @@ class DensitySampler:
         )
 
 
-def _around(
-    vectors: torch.Tensor, queries: torch.Tensor, positive: NDArray[np.int64], most: int
-) -> torch.Tensor:
+def _around(vectors: torch.Tensor, queries: torch.Tensor, positive: NDArray[np.int64], most: int) -> torch.Tensor:
     """Rows (r,) of vectors (m, D) in order: the positives (b, p) and what is nearest to the queries (b, D).
 
     At most so many, all of a small world: what lies far from every query decides nothing, but lists are those of the
