@@ -30,9 +30,8 @@ from cluster.extraction import ExtractionTask, extract_blocks, plan_workers
 from cluster.session import ray_session
 from lattqe.extraction import stage
 from lattqe.extraction.encoder import PUBLISHED_SCALES, EncoderSpec, describe, open_encoder
-from lattqe.extraction.image import Framing, decode
+from lattqe.extraction.image import Framing, decode, list_images
 from lattqe.extraction.resnet import FEATURE_DIM, RetrievalNet
-from lattqe.extraction.sources import list_images
 from lattqe.extraction.stage import DescribedImages, Destination, find_skipped, merge
 
 GOAL = 0.85

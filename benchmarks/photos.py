@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from lattqe import augment, expand
-from lattqe.datasets.photos import SETS, load_photos
+from lattqe.datasets.labelled import PHOTO_SETS, load_photos
 from lattqe.expansion import create
 from lattqe.store import FeatureWriter, load_model
 from lattqe.training.validation import ValidationSet, ranking_index
@@ -42,7 +42,7 @@ def write_features(folder: Path, name: str, vectors: np.ndarray, ids: list[str],
 def cut(data: Path, folder: Path, columns: int) -> dict[str, dict[str, str]]:
     """Train sets, and databases and queries of val, as feature sets: {set: {role: uri}}."""
     found: dict[str, dict[str, str]] = {}
-    for name in SETS:
+    for name in PHOTO_SETS:
         train, val = (load_photos(name, split, data, columns=columns) for split in ("train", "val"))
         found[name] = {
             "train": write_features(folder, f"{name}-train", train.xb, train.ids, train.labels),
@@ -83,7 +83,7 @@ def load_test(name: str, data: Path, columns: int, distractors: bool = False) ->
     split = load_photos(name, "test", data, columns=columns)
     xb, labels = [split.xb], [split.labels]
     if distractors:
-        others = [load_photos(other, "test", data, columns=columns) for other in SETS if other != name]
+        others = [load_photos(other, "test", data, columns=columns) for other in PHOTO_SETS if other != name]
         xb += [other.xb for other in others]
         labels += [np.full(len(other.xb), -1, dtype=np.int32) for other in others]
     return ValidationSet(name, np.concatenate(xb), np.concatenate(labels), split.xq, split.query_labels)
@@ -150,7 +150,7 @@ def learned_dba(model: str, sets: list[ValidationSet], m: int, k: int) -> dict[s
 
 def show(title: str, rows: dict[str, Any]) -> None:
     """Print one table: the mean, then each set."""
-    print(f"\n{title}: mean | {' '.join(SETS)}")
+    print(f"\n{title}: mean | {' '.join(PHOTO_SETS)}")
     for name, found in rows.items():
         setting = ", ".join(f"{key} {value}" for key, value in found.items() if key not in ("mean", "sets"))
         print(f"  {name:12s} {found['mean']:6.2f} | " + " ".join(f"{v:6.2f}" for v in found["sets"]) + f"   {setting}")
@@ -159,8 +159,8 @@ def show(title: str, rows: dict[str, Any]) -> None:
 
 def look_at_test(model: str, data: Path, columns: int, results: Path) -> dict[str, Any]:
     """All that is measured on test; sections that an interrupted look has written are not measured again."""
-    sets = [load_test(name, data, columns) for name in SETS]
-    crowded = [load_test(name, data, columns, distractors=True) for name in SETS]
+    sets = [load_test(name, data, columns) for name in PHOTO_SETS]
+    crowded = [load_test(name, data, columns, distractors=True) for name in PHOTO_SETS]
     metrics = load_model(model)[2]
     n_qe, n_dba, n_qe_dba = (metrics[name] for name in ("nqe", "ndba", "nqe_with_dba"))
     sections: dict[str, Callable[[], dict[str, Any]]] = {
@@ -228,9 +228,9 @@ def sweep(name: str, sets: list[ValidationSet]) -> dict[str, Any]:
 def leave_out(sets: dict[str, dict[str, str]], data: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Train on three sets, test on the fourth, beside the best small-k rival tuned on that fourth set's test."""
     result = {}
-    for name in SETS:
+    for name in PHOTO_SETS:
         to = options.to / f"without-{name}"
-        train(sets, [other for other in SETS if other != name], to, options)
+        train(sets, [other for other in PHOTO_SETS if other != name], to, options)
         one = [load_test(name, data, options.columns)]
         found, best = learned(str(to), one, (16, 32, 64, 128)), best_rivals(one)
         result[name] = {
@@ -256,7 +256,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     data = options.data / "photos"
     sets = cut(data, options.to / "features", options.columns)
-    seconds = train(sets, list(SETS), options.to / "model", options)
+    seconds = train(sets, list(PHOTO_SETS), options.to / "model", options)
     if options.no_test:
         return
     print(f"trained in {seconds:.0f} s")

@@ -19,15 +19,14 @@ from cluster import augmentation as on_ray
 from cluster.graph import build_graph, prepare_graph
 from cluster.shards import ShardedIndex
 from lattqe.augmentation import Augmentation, begin_index, build_index
-from lattqe.benchmark.cells import Cell, Measured, measure, method_of
+from lattqe.benchmark.cells import Cell, Inputs, Measured, measure, method_of
 from lattqe.benchmark.choosing import missing_cells
-from lattqe.benchmark.inputs import Inputs
-from lattqe.benchmark.small import SmallIndex
 from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting, graph_method
 from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS
 from lattqe.expansion.diffusion import MOST_ROWS, GraphRows
 from lattqe.search import FlatIndex, Index
+from lattqe.search.index import SmallIndex
 from lattqe.search.stored import GraphTask, begin_graph, check_sets, publish_graph
 from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, open_place, read_manifest
 from lattqe.store.manifest import canonical_json

@@ -13,10 +13,8 @@ from cluster.metrics import Work
 from cluster.session import gpus_available, require_resources
 from lattqe.errors import LattqeError
 from lattqe.extraction.encoder import EncoderSpec, open_encoder
-from lattqe.extraction.image import Framing
-from lattqe.extraction.pipeline import Describer
-from lattqe.extraction.sources import ImageList
-from lattqe.extraction.stage import LIST_NAME, block_table
+from lattqe.extraction.image import Framing, ImageList
+from lattqe.extraction.stage import LIST_NAME, Describer, block_table
 from lattqe.store import Pending, open_place
 from lattqe.store.place import traffic
 

@@ -18,7 +18,7 @@ from lattqe.errors import LattqeError
 if TYPE_CHECKING:
     from cluster.benchmark import Bench
     from lattqe.benchmark.spec import Run
-    from lattqe.report.examples import Examples
+    from lattqe.report.page import Examples
 
 
 def main(
@@ -239,7 +239,7 @@ def facts(chosen: "Run", bench: "Bench") -> dict[str, Any]:
 
 def check_golden(chosen: "Run") -> None:
     """Show mAP without expansion beside the paper's; features that do not give its numbers are refused."""
-    from lattqe.benchmark.inputs import Inputs
+    from lattqe.benchmark.cells import Inputs
     from lattqe.datasets.prepare import plain_scores
     from lattqe.datasets.revisited import golden_differences, published
 
@@ -268,8 +268,7 @@ def check_golden(chosen: "Run") -> None:
 
 def look(results: dict[str, Any], chosen: "Run", images: list[str] | None) -> "Examples | None":
     """Pictures of the queries that gain and lose most, where there are images and an expansion to look at."""
-    from lattqe.report.examples import make_examples
-    from lattqe.report.page import best_expansion
+    from lattqe.report.page import best_expansion, make_examples
 
     if not images or best_expansion(results)["qe"] is None:
         return None

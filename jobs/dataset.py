@@ -86,7 +86,7 @@ def sfm120k(
 
     Example: lattqe dataset sfm120k published --to data
     """
-    from lattqe.datasets.prepare import prepare_sfm120k
+    from lattqe.datasets.labelled import prepare_sfm120k
 
     with _Bars() as bars:
         report = prepare_sfm120k(source, to, dtype, bars.advance)
@@ -106,7 +106,7 @@ def photos(
 
     Example: lattqe dataset photos photos --columns 128 --to data
     """
-    from lattqe.datasets.prepare import prepare_photos
+    from lattqe.datasets.labelled import prepare_photos
 
     _tell(prepare_photos(source, to, columns), to, json)
 

@@ -12,8 +12,7 @@ from lattqe.errors import LattqeError
 if TYPE_CHECKING:
     from cluster.extraction import Workers
     from lattqe.extraction.encoder import Encoder, EncoderSpec
-    from lattqe.extraction.image import Framing
-    from lattqe.extraction.sources import ImageList
+    from lattqe.extraction.image import Framing, ImageList
     from lattqe.extraction.stage import Destination
     from lattqe.store import Manifest
 
@@ -75,7 +74,7 @@ def main(
     from cluster.extraction import plan_workers
     from cluster.session import ray_session
     from lattqe.extraction.encoder import EncoderSpec, find_hook_folder, open_encoder, parse_scales
-    from lattqe.extraction.sources import folder_labels
+    from lattqe.extraction.image import folder_labels
     from lattqe.store.tables import check_dtype
 
     if not (checkpoint or encoder or model):
@@ -179,7 +178,7 @@ def _list(
     import xxhash
 
     from lattqe.datasets.revisited import load_gnd
-    from lattqe.extraction.sources import list_ground_truth, list_images
+    from lattqe.extraction.image import list_ground_truth, list_images
     from lattqe.store import open_place
 
     place, target = open_place(images), open_place(to)

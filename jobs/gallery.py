@@ -46,9 +46,7 @@ def main(
     Example: lattqe gallery ranks --against plain-ranks --images photos --to gallery.html
     """
     from lattqe.evaluation.stored import JudgedRanks
-    from lattqe.report.gallery import Gallery, choose, fill, render_gallery
-    from lattqe.report.thumbnails import Thumbnails
-    from lattqe.report.weights import neighbor_weights
+    from lattqe.report.gallery import Gallery, Thumbnails, choose, fill, neighbor_weights, render_gallery
 
     place, name = _page(to)
     mine = JudgedRanks.open(ranks, truth, database, query_features, distractors)

@@ -31,7 +31,7 @@ def main(
         statistics = graph_statistics(artifact)
         facts["graph"] = statistics.to_dict()
         if figure is not None:
-            from lattqe.report.graph import graph_figure
+            from lattqe.report.figures import graph_figure
 
             write_file(figure, graph_figure(statistics).encode())
     elif figure is not None:

@@ -82,7 +82,7 @@ def from_checkpoint(
 
     Example: lattqe whiten from-checkpoint retrievalSfM120k-resnet101-gem.pth --to whitening
     """
-    from lattqe.extraction.checkpoint import published_whitening
+    from lattqe.extraction.resnet import published_whitening
 
     whitening, digest = published_whitening(checkpoint, training_set, "ss" if single_scale else "ms")
     manifest = whitening.save(to, {"checkpoint": {"uri": checkpoint, "digest": digest, "kind": "checkpoint"}})

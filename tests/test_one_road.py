@@ -14,12 +14,12 @@ import jobs.search
 import jobs.verify
 import lattqe
 from lattqe.benchmark.cells import measure
-from lattqe.benchmark.small import SmallIndex
 from lattqe.benchmark.spec import Pipeline, Setting
 from lattqe.evaluation import LabelTruth, evaluate
 from lattqe.expansion import create
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search import FlatIndex
+from lattqe.search.index import SmallIndex
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Ranks, open_place, read_manifest
 from lattqe.training.team import Team
 from lattqe.training.validation import ValidationSet, validate, validate_dba

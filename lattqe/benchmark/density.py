@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from lattqe.benchmark.cells import rows_of_queries
 from lattqe.benchmark.choosing import Row, choose_rows, reported
-from lattqe.benchmark.inputs import rows_of_queries
 from lattqe.benchmark.results import Source, describe_steps, tried_on
 from lattqe.benchmark.spec import (
     Candidate,
@@ -27,11 +27,11 @@ from lattqe.benchmark.spec import (
     is_learned,
     with_hops,
 )
-from lattqe.datasets import photos
+from lattqe.datasets.labelled import PHOTO_SETS, load_photos, photos_in
 from lattqe.datasets.prepare import store
 from lattqe.errors import LattqeError
 from lattqe.evaluation import paired_bootstrap
-from lattqe.evaluation.density import keep_of_each
+from lattqe.evaluation.truth import keep_of_each
 from lattqe.expansion import METHODS
 from lattqe.store import FeatureSet
 from lattqe.store.features import comparable_labels
@@ -72,7 +72,7 @@ class DensityCell:
 
 def load_photo_sets(data: str | None, columns: int) -> list[LabelledSet]:
     """The test splits of the photographs."""
-    splits = [photos.load_photos(name, "test", photos.photos_in(data), columns=columns) for name in photos.SETS]
+    splits = [load_photos(name, "test", photos_in(data), columns=columns) for name in PHOTO_SETS]
     return [
         LabelledSet(one.name, one.xb, one.labels, one.ids, one.xq, one.query_labels, one.query_ids) for one in splits
     ]

@@ -21,7 +21,7 @@ from lattqe.benchmark.spec import (
     tuned,
     with_hops,
 )
-from lattqe.datasets import photos
+from lattqe.datasets.labelled import PHOTO_SETS, load_photos, photos_in
 from lattqe.datasets.prepare import Report, store, store_synthetic
 from lattqe.datasets.revisited import save_gnd
 from lattqe.datasets.synthetic import SyntheticWorld
@@ -130,17 +130,17 @@ def all_methods(model: str | None, others: Sequence[Candidate]) -> tuple[Candida
 
 def photo_sets(data: str | None, folder: str, columns: int) -> tuple[list[Dataset], list[Distractors]]:
     """The test splits of the photographs as feature sets, each with the other three as its distractors."""
-    source = photos.photos_in(data)
+    source = photos_in(data)
     prefix = f"{folder}/features/{columns}"
     datasets, distractors = [], []
-    for name in photos.SETS:
-        split = photos.load_photos(name, "test", source, columns=columns)
+    for name in PHOTO_SETS:
+        split = load_photos(name, "test", source, columns=columns)
         origin: dict[str, object] = {"photos": name, "split": "test", "columns": columns}
         database = store(f"{prefix}/{name}", [(split.xb, split.ids, split.labels)], columns, origin)
         queries = store(f"{prefix}/{name}-queries", [(split.xq, split.query_ids, split.query_labels)], columns, origin)
         datasets.append(Dataset(name, database.uri, queries.uri))
-    for name in photos.SETS:
-        rest = [FeatureSet.open(f"{prefix}/{other}") for other in photos.SETS if other != name]
+    for name in PHOTO_SETS:
+        rest = [FeatureSet.open(f"{prefix}/{other}") for other in PHOTO_SETS if other != name]
         uri = unlabelled(f"{prefix}/{name}-others", rest, {"photos": f"all but {name}", "columns": columns})
         distractors.append(Distractors("others", uri, of=name))
     return datasets, distractors

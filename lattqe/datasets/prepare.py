@@ -16,9 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lattqe.datasets import photos
 from lattqe.datasets.revisited import check_ids, load_gnd, save_gnd
-from lattqe.datasets.sfm120k import HALVES, SfmHalf, load_sfm120k
 from lattqe.datasets.synthetic import SyntheticSplit, SyntheticWorld
 from lattqe.errors import LattqeError
 from lattqe.evaluation import GroundTruth, Scores, evaluate
@@ -32,7 +30,6 @@ R1M_ROWS = 1_001_001  # published distractors
 BOTH_IN_ONE = (("X", "Q"), ("vecs", "qvecs"))  # names of database and queries where one file holds both
 POSITIVES = pa.field("positives", pa.list_(pa.string()))  # ids of the published positives of a row
 BLOCK_ROWS = 8192
-PAIRS_LOOKED_AT = 2_000
 
 Progress = Callable[[str, int, int], None]  # name of the set, rows just written, rows in all
 
@@ -69,8 +66,8 @@ class Folder:
             name
             for name in self.names
             if PurePosixPath(name).suffix.lower() in ENDINGS
-            and not _stem(name).startswith("gnd")
-            and any(re.search(pattern, _stem(name)) for pattern in patterns)
+            and not stem(name).startswith("gnd")
+            and any(re.search(pattern, stem(name)) for pattern in patterns)
         ]
 
     def uri(self, name: str) -> str:
@@ -87,11 +84,13 @@ class Folder:
         return found[0]
 
 
-def _stem(name: str) -> str:
+def stem(name: str) -> str:
+    """The name of a file without folders and ending, in lower case."""
     return PurePosixPath(name).stem.lower()
 
 
-def _missing(folder: Folder, missing: Sequence[str]) -> LattqeError:
+def lacking_files(folder: Folder, missing: Sequence[str]) -> LattqeError:
+    """The error that says which files a folder lacks, and which it has."""
     return LattqeError(
         f"{folder.place.uri} lacks {'; '.join(missing)} (there are: {', '.join(folder.names[:8])}"
         f"{', …' if len(folder.names) > 8 else ''})"
@@ -193,7 +192,7 @@ def prepare_revisited(source: str, to: str, dtype: str = "float16", progress: Pr
         if not files
     ]
     if lacking or not present:
-        raise _missing(folder, lacking or ["gnd_roxford5k.pkl or gnd_rparis6k.pkl, with the descriptors"])
+        raise lacking_files(folder, lacking or ["gnd_roxford5k.pkl or gnd_rparis6k.pkl, with the descriptors"])
     for name in present:
         _prepare_revisited_set(folder, name, truths[name], found[name], to, dtype, report, progress)
     report.notes += [
@@ -205,7 +204,7 @@ def prepare_revisited(source: str, to: str, dtype: str = "float16", progress: Pr
 def _revisited_matrices(folder: Folder, name: str) -> tuple[list[tuple[str, str | None]], list[tuple[str, str | None]]]:
     """Candidates (file, key) for database and queries of one set."""
     files = folder.matrices(name.rstrip("0123456789k"))
-    queries = [file for file in files if re.search(r"quer|qvec|(^|[-_.])q([-_.]|$)", _stem(file))]
+    queries = [file for file in files if re.search(r"quer|qvec|(^|[-_.])q([-_.]|$)", stem(file))]
     databases = [file for file in files if file not in queries]
     if databases and not queries and PurePosixPath(databases[0]).suffix.lower() not in (".npy", ".fvecs"):
         both = folder.one(databases, f"the descriptors of {name}")
@@ -290,123 +289,6 @@ def prepare_r1m(
                     progress("r1m", len(block.vectors), opened.rows)
     report.made["r1m"] = FeatureSet.open(f"{to.rstrip('/')}/r1m")
     return report
-
-
-def prepare_sfm120k(source: str, to: str, dtype: str = "float16", progress: Progress = lambda *_: None) -> Report:
-    """SfM-120k: sfm120k-train, sfm120k-val and sfm120k-val-queries below `to`, labelled by cluster.
-
-    The folder holds the published pickle (its name has 'sfm' in it) and the descriptors of the images of each half, in
-    the order of `cids`: files with 'train' and 'val' in their names. The published pairs are the column `positives`.
-    """
-    folder, report = Folder.open(source), Report()
-    pickles = [
-        name
-        for name in folder.names
-        if name.endswith(".pkl")
-        and re.search("sfm", _stem(name))
-        and not re.search("(^|[^a-z])(train|val)", _stem(name))
-    ]
-    matrices = {
-        half: [name for name in folder.matrices(rf"(^|[^a-z]){half}") if name not in pickles] for half in HALVES
-    }
-    lacking = ["retrieval-SfM-120k.pkl, the published database"] * (not pickles)
-    lacking += [
-        f"descriptors of the half {half!r} (a file with {half!r} in its name)" for half in HALVES if not matrices[half]
-    ]
-    if lacking:
-        raise _missing(folder, lacking)
-    database = folder.one(pickles, "the database of SfM-120k")
-    for half in HALVES:
-        with local_files({"db": folder.uri(database)}) as local:
-            content = load_sfm120k(local["db"], half)
-        matrix = folder.one(matrices[half], f"the descriptors of the half {half!r}")
-        whole = MatrixFile(
-            folder.uri(matrix),
-            content.ids,
-            f"cids of {half!r} in {database}",
-            content.labels,
-            content.positives_of_rows(),
-        )
-        features = whole.write(f"{to.rstrip('/')}/sfm120k-{half}", dtype, report, progress)
-        _check_order(features, content, folder.uri(matrix))
-        if half == "val":
-            _write_rows(features, np.unique(content.query_rows), f"{to.rstrip('/')}/sfm120k-val-queries", report)
-    return report
-
-
-def _check_order(features: FeatureSet, half: SfmHalf, matrix: str) -> None:
-    """Published pairs show the same object: where they are no more alike than any two rows, the order is wrong."""
-    rng = np.random.default_rng(0)
-    chosen = rng.permutation(len(half.query_rows))[:PAIRS_LOOKED_AT]
-    if len(chosen) < 8:
-        return
-    queries = features.gather(half.query_rows[chosen]).astype(np.float32)
-    pairs = (queries * features.gather(half.positive_rows[chosen]).astype(np.float32)).sum(axis=1)
-    any_two = (queries * features.gather(rng.integers(features.rows, size=len(chosen))).astype(np.float32)).sum(axis=1)
-    spread = np.hypot(pairs.std(), any_two.std()) / np.sqrt(len(chosen))
-    if pairs.mean() <= any_two.mean() + 4 * spread:
-        raise LattqeError(
-            f"{matrix}: published pairs have a mean similarity of {pairs.mean():.3f} and any two rows "
-            f"{any_two.mean():.3f}: its rows are not the images of cids in their order; "
-            f"delete {features.uri} and give those"
-        )
-
-
-def _write_rows(features: FeatureSet, rows: NDArray[np.int64], to: str, report: Report) -> None:
-    """Some rows of a labelled set as a set of their own, value for value."""
-    writer = FeatureWriter(
-        to,
-        features.dim,
-        features.dtype,
-        labels=True,
-        normalise=False,
-        label_names=features.label_names,
-        config={"job": "dataset", "rows": len(rows)},
-        inputs={"features": features.as_input()},
-    )
-    if writer.finished is None:
-        with writer:
-            ids, labels = features.ids(), features.labels()
-            writer.append(features.gather(rows), [ids[row] for row in rows], labels[rows])
-    report.made[to.rsplit("/", 1)[-1]] = FeatureSet.open(to)
-
-
-def prepare_photos(source: str, to: str, columns: int | None = None, progress: Progress = lambda *_: None) -> Report:
-    """Labelled photographs: NAME-train, and NAME-val and NAME-test with their -queries, for the sets that are there."""
-    folder, report = Folder.open(source), Report()
-    prefix = "photos/" if any(name.startswith("photos/") for name in folder.names) else ""
-    present = [name for name in photos.SETS if f"{prefix}{name}_vectors.npy" in folder.names]
-    if not present:
-        raise _missing(folder, [f"NAME_vectors.npy of {', '.join(photos.SETS)}"])
-    for name in present:
-        parts = ("vectors", "labels", "split", "isquery")
-        lacking = [f"{name}_{part}.npy" for part in parts if f"{prefix}{name}_{part}.npy" not in folder.names]
-        if lacking:
-            raise _missing(folder, lacking)
-        with tempfile.TemporaryDirectory(prefix="lattqe-dataset-") as scratch:
-            local = folder.place.uri if folder.place.is_local else scratch
-            if not folder.place.is_local:
-                for part in parts:
-                    folder.place.download(f"{prefix}{name}_{part}.npy", Path(scratch) / f"{name}_{part}.npy")
-            for split in photos.SPLITS:
-                _store_photos(
-                    photos.load_photos(
-                        name, split, Path(local) / (prefix if folder.place.is_local else ""), columns=columns
-                    ),
-                    to,
-                    report,
-                )
-        progress(name, 1, 1)
-    return report
-
-
-def _store_photos(split: photos.PhotoSplit, to: str, report: Report) -> None:
-    name, dim = f"{split.name}-{split.split}", split.xb.shape[1]
-    source: dict[str, object] = {"photos": split.name, "split": split.split, "columns": dim}
-    report.made[name] = store(f"{to.rstrip('/')}/{name}", [(split.xb, split.ids, split.labels)], dim, source)
-    if len(split.xq):
-        asked = [(split.xq, split.query_ids, split.query_labels)]
-        report.made[f"{name}-queries"] = store(f"{to.rstrip('/')}/{name}-queries", asked, dim, source)
 
 
 def prepare_synthetic(world: SyntheticWorld, to: str, progress: Progress = lambda *_: None) -> Report:

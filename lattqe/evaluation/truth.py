@@ -1,4 +1,7 @@
-"""What is known about each query: graded database rows or labels, and the setups that say which grades count."""
+"""What is known about each query: graded database rows or labels, and the setups that say which grades count.
+
+How many images are relevant decides what expansion does, so a test set can be cut to a number of them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -205,3 +208,16 @@ class LabelTruth:
         if self._query_rows is not None:
             grades[rows == self._query_rows[query]] = JUNK
         return Judgements(offsets, rows, grades)
+
+
+def keep_of_each(labels: NDArray[np.integer], m: int, seed: int = 0) -> NDArray[np.bool_]:
+    """Which rows (n,) stay where each class of labels (n,) is cut to m images; a label below 0 belongs to no class.
+
+    The images of a smaller cut are among those of a larger one.
+    """
+    order = np.random.default_rng(seed).permutation(len(labels))
+    by_class = order[np.argsort(labels[order], kind="stable")]
+    sizes = np.unique(labels, return_counts=True)[1]
+    place = np.empty(len(labels), dtype=np.int64)  # of a row among the rows of its class, in random order
+    place[by_class] = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return (place < m) | (np.asarray(labels) < 0)

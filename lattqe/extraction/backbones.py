@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lattqe.errors import LattqeError
-from lattqe.extraction.checkpoint import IMAGENET_MEAN, IMAGENET_STD, read_file, read_saved
-from lattqe.extraction.resnet import GeM
+from lattqe.extraction.resnet import IMAGENET_MEAN, IMAGENET_STD, GeM, read_file, read_saved
 
 POOLS = ("auto", "cls", "gem", "mean")
 EXTRA = "pip install 'lattqe[backbones]', with the torchvision that belongs to your torch"

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lattqe.errors import LattqeError
-from lattqe.extraction.checkpoint import IMAGENET_MEAN, IMAGENET_STD, read_checkpoint, read_file
-from lattqe.extraction.resnet import fold_batch_norm
+from lattqe.extraction.resnet import IMAGENET_MEAN, IMAGENET_STD, fold_batch_norm, read_checkpoint, read_file
 
 # Published for the revisited benchmarks: the image as it is, shrunk and enlarged by √2.
 PUBLISHED_SCALES = (1.0, 1 / math.sqrt(2), math.sqrt(2))

@@ -32,6 +32,13 @@ OBJECT = struct.Struct("<H6xQ")  # number (0: free space), size
 MAX_TEXT = 1 << 16  # bytes
 MAX_CHUNK = 1 << 29  # bytes that reading one row may unpack
 MAX_COLUMN = 1 << 28  # bytes of ids or labels
+HEADER = 128  # bytes: text, version, byte order
+PREFIX = 4096  # bytes of a variable that hold all but its values
+MAX_RATIO = 1040  # no zlib stream unpacks to more
+MATRIX, COMPRESSED = 14, 15
+TYPES = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
+CLASSES = {1: "cell", 2: "struct", 3: "object", 4: "char", 5: "sparse", 16: "function", 17: "opaque"}
+COMPLEX, LOGICAL = 0x800, 0x200
 
 
 def read_texts(path: Path, dataset: Any) -> list[bytes]:
@@ -170,15 +177,6 @@ def _column(path: Path, dataset: Any) -> Any:
     if h5py.check_string_dtype(dataset.dtype) and dataset.dtype.hasobject:
         return read_texts(path, dataset)
     return StoredMatrix(path, dataset) if dataset.dtype.hasobject else dataset[()]
-
-
-HEADER = 128  # bytes: text, version, byte order
-PREFIX = 4096  # bytes of a variable that hold all but its values
-MAX_RATIO = 1040  # no zlib stream unpacks to more
-MATRIX, COMPRESSED = 14, 15
-TYPES = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
-CLASSES = {1: "cell", 2: "struct", 3: "object", 4: "char", 5: "sparse", 16: "function", 17: "opaque"}
-COMPLEX, LOGICAL = 0x800, 0x200
 
 
 class Damaged(Exception):

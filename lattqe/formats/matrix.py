@@ -31,6 +31,7 @@ VECTOR_NAMES = ("vector", "vectors", "vecs", "x", "features", "feats", "embeddin
 ID_NAMES, LABEL_NAMES = ("ids", "id"), ("labels", "label")
 # cnnimageretrieval and revisitop keep one image in each column and use these names.
 COLUMN_NAMES = ("vecs", "qvecs", "X", "Q")
+MAX_HEADER = 10_000  # characters; what numpy itself trusts
 
 
 class Matrix(Protocol):
@@ -240,9 +241,6 @@ def _listing(contents: Mapping[str, Any], names: list[str] | None = None) -> str
     names = list(contents) if names is None else names
     shown = [f"{name} ({_shape(contents[name])})" if hasattr(contents[name], "shape") else name for name in names[:6]]
     return ", ".join(shown) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-
-
-MAX_HEADER = 10_000  # characters; what numpy itself trusts
 
 
 def open_npy(path: Path, options: Options) -> MatrixReader:

@@ -24,6 +24,10 @@ UNFOLDED_BYTES = 64 << 20  # that do no harm, however small the file
 
 Labels = np.ndarray | list[str]
 
+INT32 = np.iinfo(np.int32)
+MAX_ID = 4096  # characters
+NEEDED = "a column of text or whole numbers is needed"
+
 
 @dataclass(frozen=True)
 class RowBlock:
@@ -197,11 +201,6 @@ def find_format(name: str) -> Format:
         if ending in format.endings:
             return format
     raise LattqeError(f"{name}: the ending {ending!r} is unknown; known are {' '.join(ENDINGS)}")
-
-
-INT32 = np.iinfo(np.int32)
-MAX_ID = 4096  # characters
-NEEDED = "a column of text or whole numbers is needed"
 
 
 def as_ids(values: Any, name: str) -> list[str]:

@@ -1,7 +1,6 @@
 """What people look at: figures, tables and the HTML pages of benchmark runs."""
 
-from lattqe.report.density import density_csv, density_text, render_density
-from lattqe.report.page import render_page
+from lattqe.report.page import density_csv, density_text, render_density, render_page
 from lattqe.report.tables import to_csv, to_text
 
 __all__ = ["density_csv", "density_text", "render_density", "render_page", "to_csv", "to_text"]

@@ -1,19 +1,21 @@
-"""The figures of a benchmark run as SVG: the same bytes for the same numbers."""
+"""The figures of benchmark runs and of neighbor graphs as SVG: the same bytes for the same numbers."""
 
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lattqe.benchmark.spec import GRAPH_METHODS, is_learned
 from lattqe.expansion import METHODS
+from lattqe.search.statistics import GraphStatistics
+
+matplotlib.use("Agg")
+
 
 # Colours and markers go to methods in the order of their registration; distinguishable without red and green alone.
 PALETTE = ("#d55e00", "#009e73", "#e0a800", "#0072b2", "#cc79a7", "#56b4e9", "#7f3c8d", "#8c6d31", "#a0522d", "#5f8f00")
@@ -32,6 +34,7 @@ STYLE = {
     "figure.constrained_layout.use": True,
 }
 WIDE, PANEL = (5.6, 3.8), (3.6, 2.8)  # inches; panels stand beside each other, or below each other on a phone
+BINS = 60
 
 
 def colour(method: str) -> str:
@@ -210,4 +213,23 @@ def density_gains(title: str, groups: Sequence[Mapping[str, Any]]) -> str:
         axis.set_xticks(places, [str(group["relevant"] or "all") for group in groups])
         axis.set(title=title, xlabel="relevant images for each query", ylabel="gain in mAP (points)")
         axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return to_svg(figure)
+
+
+def graph_figure(statistics: GraphStatistics) -> str:
+    """An SVG of two panels: first-neighbor similarities; and the share of list entries that the top rows have."""
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.0))
+        left.hist(statistics.first, bins=BINS, color=PALETTE[3])
+        left.set(xlabel="similarity of the first neighbor", ylabel="rows")
+        named = np.sort(statistics.in_degrees)[::-1]
+        points = np.unique(np.linspace(0, len(named), 201).astype(int))
+        shares = np.concatenate([[0.0], np.cumsum(named)]) / max(1, int(named.sum()))
+        right.plot(100 * points / len(named), 100 * shares[points], color=PALETTE[0])
+        right.plot([0, 100], [0, 100], color="#777777", linewidth=0.8)
+        right.set(
+            xlabel="rows, most named first (%)",
+            ylabel="entries in lists (%)",
+            title=f"Gini {statistics.gini:.2f}, skewness {statistics.skewness:.1f}",
+        )
         return to_svg(figure)

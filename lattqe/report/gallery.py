@@ -1,23 +1,36 @@
-"""The gallery: one HTML page with queries, their first results before and after, and what each neighbor weighed."""
+"""The gallery: one HTML page with queries, their first results before and after, and what each neighbor weighed.
 
+Its pictures are found by their ids in folders and buckets, and are small enough together for one page. Weights are not
+stored with ranks, but they can be made again.
+"""
+
+import base64
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import jinja2
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from lattqe.errors import LattqeError
 from lattqe.evaluation.stored import JudgedRanks
 from lattqe.evaluation.truth import GroundTruth, Setup
-from lattqe.report.thumbnails import Thumbnails
+from lattqe.expansion import create
+from lattqe.expansion.base import Method
+from lattqe.expansion.rows import Found, expand_queries
+from lattqe.extraction.image import IMAGE_SUFFIXES, BadImage, Box, Framing, decode, read_image_file
+from lattqe.search.index import StoredIndex
+from lattqe.store import MissingFileError, Place, UnavailableError, open_place, read_manifest
 
+# Long side in pixels and JPEG quality, from the finest to the coarsest.
+LADDER = ((176, 78), (144, 72), (120, 66), (96, 60), (72, 52), (56, 45), (40, 35))
 TEMPLATE = Path(__file__).with_name("gallery.html")
 PAGE_BYTES = 20_000_000
 MARKUP_BYTES = 700  # of one tile without its picture, at the most that is usual
-
 # How queries are chosen and ordered: the key of a card, smallest first.
 ORDERS: dict[str, Callable[["Card"], float]] = {
     "change": lambda card: -abs(card.gain),
@@ -28,6 +41,83 @@ ORDERS: dict[str, Callable[["Card"], float]] = {
     "order": lambda card: card.number,
 }
 NEEDS_TRUTH = ("gain", "loss", "change", "worst", "best")
+# Beyond this many rows neighbors are not searched for again: they come from the plain ranks, or weights are left out.
+LARGEST_SEARCH = 50_000
+
+
+class Thumbnails:
+    """Pictures by id; each is read and decoded once, and has a number from 0 on."""
+
+    def __init__(self, places: Sequence[str]) -> None:
+        self._places = [open_place(uri) for uri in places]
+        self._numbers: dict[tuple[str, Box | None], int | None] = {}
+        self._pictures: list[bytes] = []
+        self._suffixes = list(IMAGE_SUFFIXES)
+        self.missing: list[str] = []  # ids without a picture, in the order in which they were asked for
+
+    def get(self, identifier: str, box: Box | None = None) -> int | None:
+        """The number of the picture of an id, cropped to `box`; None where its file is missing or broken."""
+        key = (identifier, box)
+        if key not in self._numbers:
+            picture = self._read(identifier, box)
+            if picture is None:
+                self.missing.append(identifier)
+            else:
+                self._pictures.append(picture)
+            self._numbers[key] = None if picture is None else len(self._pictures) - 1
+        return self._numbers[key]
+
+    def _read(self, identifier: str, box: Box | None) -> bytes | None:
+        for place in self._places:
+            for stem in dict.fromkeys((identifier, PurePosixPath(identifier).name)):
+                data = self._find(place, stem)
+                if data is not None:
+                    try:
+                        return _jpeg(Image.fromarray(decode(data, Framing(size=LADDER[0][0]), box)), LADDER[0][1])
+                    except BadImage:
+                        return None
+        return None
+
+    def _find(self, place: Place, stem: str) -> bytes | None:
+        """The file of this name, or with a usual suffix; the suffix that was right last time is tried first."""
+        for suffix in tuple(self._suffixes):
+            try:
+                data = read_image_file(place, stem + suffix)
+            except UnavailableError:
+                raise
+            except (MissingFileError, BadImage, LattqeError):
+                continue
+            self._suffixes.remove(suffix)
+            self._suffixes.insert(0, suffix)
+            return data
+        return None
+
+    def encoded(self, budget: int) -> list[str] | None:
+        """All pictures in base64, as fine as they can be within `budget` bytes; None where they cannot."""
+        for side, quality in LADDER:
+            texts, total = [], 0
+            for picture in self._pictures:
+                texts.append(base64.b64encode(_smaller(picture, side, quality)).decode("ascii"))
+                total += len(texts[-1])
+                if total > budget:
+                    break
+            else:
+                return texts
+        return None
+
+
+def _smaller(picture: bytes, side: int, quality: int) -> bytes:
+    if (side, quality) == LADDER[0]:
+        return picture
+    with Image.open(io.BytesIO(picture)) as image:
+        image.thumbnail((side, side), Image.Resampling.LANCZOS)
+        return _jpeg(image, quality)
+
+
+def _jpeg(image: Image.Image, quality: int) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=quality)
+    return file.getvalue()
 
 
 @dataclass(frozen=True)
@@ -226,3 +316,61 @@ def _offered(order: str, judged: bool, compared: bool) -> bool:
     if order in ("gain", "loss", "change"):
         return judged and compared
     return judged or order not in NEEDS_TRUTH
+
+
+Weights = Mapping[int, Mapping[int, float]]
+
+
+def neighbor_weights(
+    ranks: JudgedRanks, plain: JudgedRanks | None, queries: Sequence[int]
+) -> tuple[Weights | None, str]:
+    """For each of the queries the weights of its neighbors by row; or None and why there are none.
+
+    `plain` spares the search for neighbors where it holds ranks without expansion of the same rows, deep enough.
+    """
+    expand = ranks.ranks.manifest.config.get("expand")
+    if not expand:
+        return None, ""
+    try:
+        method = _method(ranks, expand)
+    except LattqeError as error:
+        return None, f"weights are left out: {error}"
+    index, k = StoredIndex(ranks.searched), int(expand["k"])
+    numbers = np.array(queries, dtype=np.int64)
+    found = _found(ranks, plain, numbers, min(method.depth(k), index.rows))
+    if index.rows > LARGEST_SEARCH and (found is None or method.negatives):
+        return None, (
+            f"weights are left out: {index.rows:,} rows would be searched again; give --against ranks "
+            f"without expansion, of {method.depth(k)} results or more"
+        )
+    done = expand_queries(index, ranks.queries.gather(numbers).astype(np.float32), method, k, found=found)
+    # Beyond k stand rows that a method only compares with: they have a share in the sum, but were not weighed.
+    rows, weights = done.rows[:, 1 : 1 + k], done.weights[:, 1 : 1 + k]
+    return {
+        query: {int(row): float(weight) for row, weight in zip(mine, given) if row >= 0}
+        for query, mine, given in zip(queries, rows.tolist(), weights.tolist())
+    }, ""
+
+
+def _method(ranks: JudgedRanks, expand: Mapping[str, object]) -> Method:
+    """The method that the ranks were made with, its model opened where it was."""
+    params = dict(expand["params"])  # type: ignore[call-overload]
+    model = ranks.ranks.manifest.inputs.get("model")
+    if model is not None:
+        digest = read_manifest(open_place(model["uri"]), "model").digest
+        if digest != model["digest"]:
+            raise LattqeError(f"the model at {model['uri']} is another one now")
+        params["model"] = model["uri"]
+    return create(str(expand["method"]), **params)
+
+
+def _found(ranks: JudgedRanks, plain: JudgedRanks | None, queries: np.ndarray, depth: int) -> Found | None:
+    """The neighbors of the queries as the plain ranks list them, where these are what was expanded from."""
+    if plain is None or plain.ranks.manifest.config.get("expand") or plain.ranks.k < depth:
+        return None
+    if [each.digest for each in (*plain.searched, plain.queries)] != [
+        each.digest for each in (*ranks.searched, ranks.queries)
+    ]:
+        return None
+    I, D = plain.ranks.gather(queries)
+    return D, I

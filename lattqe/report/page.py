@@ -1,21 +1,36 @@
-"""The report: one HTML file with everything in it, for a screen, a phone or paper."""
+"""The reports of a benchmark and of a density benchmark: each one HTML file, for a screen, a phone or paper.
 
+A benchmark's can show pictures: the queries that an expansion helps and harms most. A density benchmark's says what is
+gained for how many relevant images; it is also printed and written as CSV.
+"""
+
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
+import numpy as np
 
-from lattqe.benchmark.spec import is_learned
-from lattqe.report.figures import nqe_trends, query_gains, regime_bars, weight_profile
-from lattqe.report.tables import CHOSEN, KINDS, column_title, describe_setting, map_columns, map_lines
-
-if TYPE_CHECKING:
-    from lattqe.report.examples import Examples
+from lattqe.benchmark.cells import Inputs
+from lattqe.benchmark.spec import Dataset, is_learned
+from lattqe.evaluation.truth import Setup
+from lattqe.expansion import create
+from lattqe.expansion.rows import Found, expand_queries, nearest
+from lattqe.report.figures import density_gains, nqe_trends, query_gains, regime_bars, weight_profile
+from lattqe.report.gallery import Card, Thumbnails, Tile, marks_of
+from lattqe.report.tables import CHOSEN, KINDS, column_title, describe_setting, map_columns, map_lines, plain_cell
+from lattqe.search.index import StoredIndex
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SHOWN_QUERIES = 5  # best and worst of each data set
+EXTREMES = 10  # largest gains, and as many losses
+RESULTS = 8  # of each list
+PICTURE_BYTES = 8_000_000
+DENSITY_TEMPLATE = Path(__file__).with_name("density.html")
+HARMLESS = 0.3  # points of mAP that count as no loss
 
 
 @dataclass(frozen=True)
@@ -164,3 +179,201 @@ def _extremes(results: Mapping[str, Any]) -> dict[str, Any]:
             for name, positives, before, after in ends
         ]
     return {"label": best["label"], "lines": lines}
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """A query of a run: where it stands, and its AP in percent before and after."""
+
+    dataset: str
+    setup: str
+    id: str
+    positives: int
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Cards under titles, and the pictures they number, in base64."""
+
+    groups: tuple[tuple[str, tuple[tuple[str, Card], ...]], ...]
+    pictures: tuple[str, ...]
+
+
+def find_extremes(results: Mapping[str, Any], count: int = EXTREMES) -> tuple[list[Extreme], list[Extreme]]:
+    """The largest gains and the largest losses of the best expansion over all data sets, each in its first setup."""
+    label, seen, found = best_expansion(results)["label"], set(), []
+    for table in results["per_query"]:
+        if table["dataset"] not in seen:
+            seen.add(table["dataset"])
+            found += [
+                Extreme(table["dataset"], table["setup"], *line)
+                for line in zip(table["ids"], table["positives"], table["before"], table["after"][label])
+            ]
+    ordered = sorted(found, key=lambda each: each.before - each.after)
+    gains = [each for each in ordered[:count] if each.after > each.before]
+    return gains, [each for each in ordered[::-1][:count] if each.after < each.before]
+
+
+def make_examples(results: Mapping[str, Any], datasets: Sequence[Dataset], images: Sequence[str]) -> Examples:
+    """Search for the extreme queries again, before and after, and fetch the pictures."""
+    gains, losses = find_extremes(results)
+    thumbnails = Thumbnails(images)
+    step = dict(best_expansion(results)["qe"])
+    method, k = create(step.pop("method"), **{name: value for name, value in step.items() if name != "k"}), step["k"]
+    cards: dict[Extreme, Card] = {}
+    for dataset in datasets:
+        mine = [each for each in (*gains, *losses) if each.dataset == dataset.name]
+        if mine:
+            cards |= _cards(Inputs.open(dataset), mine, method, k, thumbnails)
+    groups = tuple(
+        (title, tuple((each.dataset, cards[each]) for each in found))
+        for title, found in (("Largest gains", gains), ("Largest losses", losses))
+        if found
+    )
+    return Examples(groups, tuple(thumbnails.encoded(PICTURE_BYTES) or ()))
+
+
+def _cards(
+    inputs: Inputs, found: Sequence[Extreme], method: Any, k: int, thumbnails: Thumbnails
+) -> dict[Extreme, Card]:
+    place = {name: number for number, name in enumerate(inputs.queries.ids())}
+    numbers = np.array([place[each.id] for each in found])
+    index, xq = StoredIndex([inputs.database]), inputs.queries.gather(numbers).astype(np.float32)
+    exclude = None if inputs.exclude is None else inputs.exclude[numbers]
+    shown = min(RESULTS, index.rows - (exclude is not None))
+    expanded = expand_queries(index, xq, method, k, exclude=exclude)
+    weights = [
+        {row: weight for row, weight in zip(rows, given) if row >= 0}
+        for rows, given in zip(expanded.rows[:, 1 : 1 + k].tolist(), expanded.weights[:, 1 : 1 + k].tolist())
+    ]
+    lists: list[tuple[str, Found]] = [
+        ("before", nearest(index, xq, shown, exclude)),
+        ("after", nearest(index, expanded.vectors, shown, exclude)),
+    ]
+    names = inputs.database.ids()
+    cards = {}
+    for at, each in enumerate(found):
+        setup = next(one for one in inputs.truth.setups if one.name == each.setup)
+        sides = tuple(
+            (title, _tiles(inputs, int(numbers[at]), ids[at], scores[at], names, weights[at], setup, thumbnails))
+            for title, (scores, ids) in lists
+        )
+        cards[each] = Card(
+            int(numbers[at]), each.id, thumbnails.get(each.id), each.positives, each.after, each.before, sides
+        )
+    return cards
+
+
+def _tiles(
+    inputs: Inputs,
+    query: int,
+    rows: np.ndarray,
+    scores: np.ndarray,
+    names: list[str],
+    weights: Mapping[int, float],
+    setup: Setup,
+    thumbnails: Thumbnails,
+) -> tuple[Tile, ...]:
+    marks = marks_of(inputs.truth, query, rows.astype(np.int64), setup)
+    return tuple(
+        Tile(rank, names[row], thumbnails.get(names[row]), score, weights.get(row), mark)
+        for rank, (row, score, mark) in enumerate(zip(rows.tolist(), scores.tolist(), marks), start=1)
+        if row >= 0
+    )
+
+
+def _group_name(group: Mapping[str, Any]) -> str:
+    return str(group["relevant"] or "all")
+
+
+def blocks(results: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """The groups of one width, with or without distractors, under one title."""
+    found: dict[tuple[int, bool], list[Mapping[str, Any]]] = {}
+    for group in results["groups"]:
+        found.setdefault((group["columns"], group["crowded"]), []).append(group)
+    return [
+        (
+            f"{columns} columns, {'among distractors' if crowded else 'no distractors'} "
+            f"({groups[0]['sets']} set{'s' if groups[0]['sets'] > 1 else ''})",
+            groups,
+        )
+        for (columns, crowded), groups in found.items()
+    ]
+
+
+def verdict(groups: Sequence[Mapping[str, Any]]) -> str:
+    """What a user should read from one block, in a sentence for each learned row."""
+    labels = [line["label"] for line in groups[0]["lines"] if is_learned(line["method"])]
+    sentences = []
+    for label in labels:
+        sure = {
+            _group_name(group): next(
+                one for one in group["intervals"] if one["after"] == label and one["before"] == "no expansion"
+            )
+            for group in groups
+        }
+        harmed = [name for name, one in sure.items() if one["difference"] < -HARMLESS]
+        helped = [name for name, one in sure.items() if one["low"] > 0]
+        text = f"helps with {', '.join(helped)} relevant images" if helped else "helps nowhere for sure"
+        sentences.append(
+            f"{label} {text}" + (f"; it harms with {', '.join(harmed)}." if harmed else "; it harms nowhere.")
+        )
+    return " ".join(sentences)
+
+
+def density_text(results: Mapping[str, Any]) -> list[tuple[str, list[list[str]], str]]:
+    """For each block a title, rows of texts with the headings first, and the verdict."""
+    tables = []
+    for title, groups in blocks(results):
+        rows = [["mAP", *(f"{_group_name(group)} relevant" for group in groups)]]
+        for number, line in enumerate(groups[0]["lines"]):
+            rows.append([line["label"], *(_value(group["lines"][number]) for group in groups)])
+        tables.append((f"{title}; one setting, in brackets tuned for each set", rows, verdict(groups)))
+    return tables
+
+
+def _value(line: Mapping[str, Any]) -> str:
+    one, tuned = f"{line['one']:.1f}", f"{line['tuned']:.1f}"
+    return one if one == tuned else f"{one} ({tuned})"
+
+
+def density_csv(results: Mapping[str, Any]) -> str:
+    """One line for each cell of the grid and each method."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["set", "columns", "relevant", "distractors", "label", "mAP"])
+    for cell in results["cells"]:
+        for label, value in cell["map"].items():
+            writer.writerow(
+                [
+                    plain_cell(cell["set"]),
+                    cell["columns"],
+                    cell["relevant"] or "all",
+                    "yes" if cell["crowded"] else "no",
+                    plain_cell(label),
+                    f"{value:.6f}",
+                ]
+            )
+    return out.getvalue()
+
+
+def render_density(results: Mapping[str, Any]) -> str:
+    """Make the page of a density benchmark."""
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    shown = [
+        {
+            "title": title,
+            "groups": groups,
+            "verdict": verdict(groups),
+            "figure": density_gains(title, groups),
+            "names": [_group_name(group) for group in groups],
+        }
+        for title, groups in blocks(results)
+    ]
+    return environment.from_string(DENSITY_TEMPLATE.read_text(encoding="utf-8")).render(
+        results=results, blocks=shown, describe=describe_setting, chosen=CHOSEN, is_learned=is_learned
+    )

@@ -25,6 +25,8 @@ from lattqe.store.tables import column_matrix
 TENSORS, CONFIG, METRICS = "model.safetensors", "config.json", "metrics.json"
 DEFAULT_MODEL = "lattqe://universal"
 SHIPPED = {"universal": DEFAULT_MODEL}  # models that are part of the package, by the names users give them
+# Rows looked at in one go.
+BLOCK = 16_384
 
 
 def model_address(model: str | None) -> str:
@@ -97,9 +99,6 @@ def _shapes(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
 def _pretty(value: Mapping[str, Any], what: str) -> bytes:
     return json.dumps(plain_json(dict(value), what), indent=1, sort_keys=True).encode() + b"\n"
 
-
-# Rows looked at in one go.
-BLOCK = 16_384
 
 Report = Callable[[int], None]
 

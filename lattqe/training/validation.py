@@ -9,15 +9,15 @@ import torch
 from numpy.typing import NDArray
 
 from lattqe.augmentation.hops import hop
-from lattqe.benchmark.small import SmallIndex
 from lattqe.errors import LattqeError
 from lattqe.evaluation import LabelTruth, evaluate
-from lattqe.evaluation.density import keep_of_each
+from lattqe.evaluation.truth import keep_of_each
 from lattqe.expansion.attention import AttentionExpansion
 from lattqe.expansion.base import Expanded
 from lattqe.expansion.rows import Found, augment_rows, expand_queries, nearest
 from lattqe.model import LAttQE
 from lattqe.search import FlatIndex, knn_graph
+from lattqe.search.index import SmallIndex
 from lattqe.store import FeatureSet
 from lattqe.store.features import comparable_labels
 from lattqe.training.team import Team

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from jobs.benchmark import app
+from lattqe.benchmark.cells import Inputs
 from lattqe.benchmark.density import LabelledSet, cut, load_own_set, make_cells
-from lattqe.benchmark.inputs import Inputs
 from lattqe.errors import LattqeError
 from lattqe.evaluation import evaluate
 from lattqe.search import FlatIndex

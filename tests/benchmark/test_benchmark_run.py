@@ -10,11 +10,9 @@ from benchmark_sets import FIXED, small_run
 
 import lattqe
 from cluster.benchmark import Bench
-from lattqe.benchmark.cells import Cell
+from lattqe.benchmark.cells import Cell, Inputs
 from lattqe.benchmark.choosing import choose_rows, mean_map
-from lattqe.benchmark.inputs import Inputs
 from lattqe.benchmark.results import assemble
-from lattqe.benchmark.small import SmallIndex
 from lattqe.benchmark.spec import Candidate, Dataset, GraphCandidate, Pipeline, Run, Setting, graph_candidate
 from lattqe.datasets.revisited import load_gnd
 from lattqe.errors import LattqeError
@@ -23,6 +21,7 @@ from lattqe.expansion.diffusion import Diffusion, GraphRows, Propagation
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.report import render_page, to_csv
 from lattqe.search import FlatIndex
+from lattqe.search.index import SmallIndex
 from lattqe.store import FeatureSet, FeatureWriter, open_place
 
 FACTS = {"inputs": {}, "run": {}, "warnings": [], "published": {}}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import lattqe
-from lattqe.datasets.photos import SETS, load_photos, photos_folder
+from lattqe.datasets.labelled import PHOTO_SETS, load_photos, photos_folder
 from lattqe.errors import LattqeError
 from lattqe.evaluation import evaluate, score_ranking
 from lattqe.search import FlatIndex
@@ -47,7 +47,7 @@ def expanded(xq, xb, ranking, k, weight):
 
 
 @pytest.mark.parametrize("columns", [128, 512])
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", PHOTO_SETS)
 def test_known_numbers_come_out_exactly(photos_folder, name, columns):
     photos = load_photos(name, "test", photos_folder, columns=columns)
     assert (len(photos.xq), len(photos.xb)) == SIZES[name]

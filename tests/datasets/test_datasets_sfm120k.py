@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from lattqe.datasets.sfm120k import load_sfm120k
+from lattqe.datasets.labelled import load_sfm120k
 from lattqe.errors import LattqeError
 from lattqe.evaluation import score_ranking
 

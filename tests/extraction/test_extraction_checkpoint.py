@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lattqe.errors import LattqeError
-from lattqe.extraction.checkpoint import TORCHVISION_CHILDREN, read_checkpoint
+from lattqe.extraction.resnet import TORCHVISION_CHILDREN, read_checkpoint
 
 
 def bytes_of(content, **options):

@@ -13,9 +13,8 @@ from tiny_encoder import TinyEncoder
 
 from lattqe.errors import LattqeError
 from lattqe.extraction.encoder import Encoder
-from lattqe.extraction.image import Framing, decode
-from lattqe.extraction.pipeline import Describer
-from lattqe.extraction.sources import ImageEntry
+from lattqe.extraction.image import Framing, ImageEntry, decode
+from lattqe.extraction.stage import Describer
 from lattqe.store import UnavailableError, open_place
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 
 from lattqe.datasets.revisited import from_gnd, load_gnd
 from lattqe.errors import LattqeError
-from lattqe.extraction.sources import ImageEntry, ImageList, folder_labels, list_ground_truth, list_images
+from lattqe.extraction.image import ImageEntry, ImageList, folder_labels, list_ground_truth, list_images
 from lattqe.store import open_place
 
 

@@ -8,9 +8,16 @@ import pytest
 
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.extraction import stage
-from lattqe.extraction.pipeline import DescribedBlock
-from lattqe.extraction.sources import ImageEntry, ImageList
-from lattqe.extraction.stage import DescribedImages, Destination, block_rows, block_table, find_skipped, merge
+from lattqe.extraction.image import ImageEntry, ImageList
+from lattqe.extraction.stage import (
+    DescribedBlock,
+    DescribedImages,
+    Destination,
+    block_rows,
+    block_table,
+    find_skipped,
+    merge,
+)
 from lattqe.store import FeatureSet, Pending, open_place
 
 DIM = 8

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import jobs.benchmark
 from jobs.benchmark import app, measure_run, print_results, publish
-from lattqe.benchmark.inputs import Inputs
+from lattqe.benchmark.cells import Inputs
 from lattqe.benchmark.presets import Options, preset_run
 from lattqe.benchmark.spec import Candidate, Pipeline, Setting, graph_candidate
 from lattqe.datasets.revisited import load_gnd

@@ -22,11 +22,9 @@ from jobs import cli
 from jobs.extract import _publish, bad_limit
 from lattqe.errors import LattqeError
 from lattqe.extraction.encoder import EncoderSpec, open_encoder
-from lattqe.extraction.image import Framing, decode
-from lattqe.extraction.pipeline import DescribedBlock
+from lattqe.extraction.image import Framing, ImageEntry, ImageList, decode
 from lattqe.extraction.resnet import RetrievalNet
-from lattqe.extraction.sources import ImageEntry, ImageList
-from lattqe.extraction.stage import Destination, block_table
+from lattqe.extraction.stage import DescribedBlock, Destination, block_table
 from lattqe.store import FeatureSet, open_place
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]

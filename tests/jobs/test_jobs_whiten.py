@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jobs import cli
-from lattqe.extraction.checkpoint import Checkpoint
+from lattqe.extraction.resnet import Checkpoint
 from lattqe.store import FeatureSet, FeatureWriter
 from lattqe.whitening import Whitening
 
@@ -81,7 +81,7 @@ def test_whitening_of_a_published_network(tmp_path, run, monkeypatch):
     file = io.BytesIO()
     torch.save({"meta": {"architecture": "resnet50", "Lw": carried}, "state_dict": {}}, file)
     (tmp_path / "net.pth").write_bytes(file.getvalue())
-    monkeypatch.setattr("lattqe.extraction.checkpoint._check_keys", lambda *_: None)
+    monkeypatch.setattr("lattqe.extraction.resnet._check_keys", lambda *_: None)
     code, out, err = run("from-checkpoint", tmp_path / "net.pth", "--to", tmp_path / "whitening", "--json")
     assert code == 0, err
     assert (json.loads(out)["training_set"], json.loads(out)["scales"]) == ("retrieval-SfM-120k", "ms")
@@ -99,7 +99,7 @@ def test_whitening_of_a_published_network(tmp_path, run, monkeypatch):
 
 def test_network_without_a_whitening(tmp_path, run, monkeypatch):
     (tmp_path / "net.pth").write_bytes(b"")
-    monkeypatch.setattr("lattqe.extraction.checkpoint.read_checkpoint", lambda *_: Checkpoint("resnet50", True, {}))
+    monkeypatch.setattr("lattqe.extraction.resnet.read_checkpoint", lambda *_: Checkpoint("resnet50", True, {}))
     code, _, err = run("from-checkpoint", tmp_path / "net.pth", "--to", tmp_path / "none")
     assert code == 2
     assert "carries no whitening" in err

@@ -16,9 +16,8 @@ from lattqe.benchmark.spec import Dataset, Run
 from lattqe.datasets.revisited import from_gnd, save_gnd
 from lattqe.evaluation import average_precision
 from lattqe.report import render_page
-from lattqe.report.examples import find_extremes
-from lattqe.report.gallery import Card, choose
-from lattqe.report.thumbnails import Thumbnails
+from lattqe.report.gallery import Card, Thumbnails, choose
+from lattqe.report.page import find_extremes
 from lattqe.search import topk
 from lattqe.store import FeatureSet, FeatureWriter, Pending, open_place, ranks_table
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lattqe.benchmark.inputs import Inputs
+from lattqe.benchmark.cells import Inputs
 from lattqe.benchmark.spec import Dataset
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import FeatureSet, FeatureWriter, comparable_labels

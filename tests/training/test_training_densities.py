@@ -8,7 +8,7 @@ import torch
 
 from lattqe.augmentation.hops import hop as sparse_hop
 from lattqe.errors import LattqeError
-from lattqe.evaluation.density import keep_of_each
+from lattqe.evaluation.truth import keep_of_each
 from lattqe.model import LAttQE
 from lattqe.training import augmented
 from lattqe.training.data import join
