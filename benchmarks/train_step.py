@@ -19,9 +19,9 @@ import torch
 from lattqe.expansion.base import aggregate
 from lattqe.search import knn_graph
 from lattqe.training import Team, preset
-from lattqe.training.batch import Batch, prefetched
-from lattqe.training.data import TrainingData, join
 from lattqe.training.loop import LAttQE, make_sampler
+from lattqe.training.plan import TrainingData, join
+from lattqe.training.sampling import Batch, prefetched
 from lattqe.training.stage import Stage
 
 LIMIT = 1.2

@@ -18,9 +18,9 @@ from lattqe.device import pick_device
 from lattqe.errors import LattqeError
 from lattqe.evaluation import GroundTruth, LabelTruth, Scores, score_ranking
 from lattqe.evaluation.stored import JudgedRanks, read_gnd
+from lattqe.expansion import METHODS, create
 from lattqe.expansion.attention import load_network
 from lattqe.expansion.base import Method
-from lattqe.expansion.registry import METHODS, create
 from lattqe.expansion.rows import augment_rows, expand_queries, list_lengths, shared_table, shares
 from lattqe.model import LAttQE
 from lattqe.search import FlatIndex, knn_graph

@@ -21,7 +21,7 @@ from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search import FlatIndex
 from lattqe.search.index import SmallIndex
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Ranks, open_place, read_manifest
-from lattqe.training.team import Team
+from lattqe.training.checkpoint import Team
 from lattqe.training.validation import ValidationSet, validate, validate_dba
 
 DIM, ROWS, QUERIES, K, LISTED = 24, 400, 40, 6, 15

@@ -15,7 +15,7 @@ import torch
 from lattqe.errors import LattqeError
 from lattqe.expansion.attention import AttentionExpansion
 from lattqe.expansion.base import Expanded, Method, RowSource, blocks
-from lattqe.expansion.dqe import lowest_outside
+from lattqe.expansion.classic import lowest_outside
 from lattqe.search import Index
 
 # What one process keeps of shared projections at the most: 1M rows of a 64-wide network, 40,000 of the paper's.

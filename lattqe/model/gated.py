@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lattqe.model.config import LAttQEConfig
-from lattqe.model.encoder import Inputs, Stack
-from lattqe.model.head import Output
+from lattqe.model.encoder import Inputs, Output, Stack
 
 CURVE = (1, 2, 4, 8, 16, 32, 64, 128)  # ranks at which the whole list's similarities are read
 FEATURES = 24 + len(CURVE)

@@ -14,10 +14,18 @@ from torch import nn
 
 from lattqe.errors import LattqeError
 from lattqe.model.config import LAttQEConfig
-from lattqe.model.encoder import Inputs, Stack, Tokens
+from lattqe.model.encoder import (
+    Head,
+    Inputs,
+    Output,
+    RelationalTokens,
+    SignedHead,
+    Stack,
+    Tokens,
+    background_share,
+    relate,
+)
 from lattqe.model.gated import GatedHead, GatedTokens, WholeList, read
-from lattqe.model.head import Head, Output
-from lattqe.model.relational import RelationalTokens, SignedHead, background_share, relate
 
 HOP_ALPHA = 0.9  # of networks that did not learn it
 VERSION = 1  # of what a saved network means; raised when the same tensors would give other weights

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lattqe.expansion.base import aggregate
 from lattqe.model import LAttQE
 from lattqe.model.gated import WholeList
-from lattqe.training.batch import Batch
+from lattqe.training.sampling import Batch
 
 BLOCK = 128  # rows expanded at once
 

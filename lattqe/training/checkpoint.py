@@ -1,5 +1,6 @@
-"""Where a training stands, in `_work/` of its destination: tensors as safetensors, the rest as JSON, never a pickle.
+"""Where a training stands, in storage and among its workers, who are alone or joined by torch.distributed.
 
+A checkpoint lies in `_work/` of the destination: tensors as safetensors, the rest as JSON, never a pickle.
 `state.json` is replaced in one step and names the tensor files that belong to it, so that a reader sees one whole
 state or the one before. Files that no state names any more are deleted afterwards.
 """
@@ -10,7 +11,10 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 import xxhash
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import ChangedError, MissingFileError, Place
@@ -18,6 +22,8 @@ from lattqe.store import ChangedError, MissingFileError, Place
 READS = 3  # of a file that does not match its checksum, before it counts as damaged
 STATE = "_work/state.json"
 Tensors = dict[str, torch.Tensor]
+
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -113,3 +119,55 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor
                 key: value if key == "step" else value.to(parameter.device)  # type: ignore[union-attr]
                 for key, value in moments.items()
             }
+
+
+@dataclass(frozen=True)
+class Team:
+    """Rank and number of workers, and the two things they do together: add up numbers, and gradients."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = CPU
+
+    @classmethod
+    def joined(cls, device: torch.device) -> "Team":
+        """The team of the process group that was set up (by Ray Train, torchrun, ...); alone if there is none."""
+        if not dist.is_initialized():
+            return cls(device=device)
+        return cls(dist.get_rank(), dist.get_world_size(), device)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker writes the files."""
+        return self.rank == 0
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the workers, the same on each."""
+        if self.size == 1:
+            return values
+        shared = values.detach().clone().to(self.device)
+        dist.all_reduce(shared)
+        return shared.to(values.device)
+
+    def wrap(self, network: nn.Module) -> nn.Module:
+        """The network with gradients averaged over the workers."""
+        if self.size == 1:
+            return network
+        devices = [self.device] if self.device.type == "cuda" else None
+        return DistributedDataParallel(network, device_ids=devices, gradient_as_bucket_view=True)
+
+    def share(self, count: int, unit: int = 1) -> slice:
+        """Return this worker's part of `count` things that come in whole units."""
+        units = -(-count // unit)
+        start, stop = (units * rank // self.size * unit for rank in (self.rank, self.rank + 1))
+        return slice(min(start, count), min(stop, count))
+
+    def slots(self, slots: int) -> range:
+        """Return this worker's slots of the global batch."""
+        if slots % self.size:
+            raise LattqeError(
+                f"{self.size} workers cannot share {slots} slots evenly: "
+                f"use a divisor, or --set slots={self.size * max(1, slots // self.size)}"
+            )
+        each = slots // self.size
+        return range(self.rank * each, (self.rank + 1) * each)

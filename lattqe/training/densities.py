@@ -14,11 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lattqe.training.batch import Batch
 from lattqe.training.config import TrainingConfig
-from lattqe.training.data import TrainingData
-from lattqe.training.randomness import Stream, generator
-from lattqe.training.sampling import Members, draw_k
+from lattqe.training.plan import TrainingData
+from lattqe.training.sampling import Batch, Members, Stream, draw_k, generator
 
 WHOLE = 1 << 30  # a class that is not cut
 FEWEST_CLASSES = 6  # a world of fewer has hardly a wrong neighbor to tell from a right one

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from lattqe.training.batch import Batch
 from lattqe.training.config import RANKING_LOSSES, TrainingConfig
+from lattqe.training.sampling import Batch
 
 RankingLoss = Callable[[torch.Tensor, Batch, TrainingConfig], torch.Tensor]
 

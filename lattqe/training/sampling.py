@@ -1,22 +1,168 @@
-"""Where batches come from: the paper's tuples, and random worlds.
+"""Where batches come from: the paper's tuples, and random worlds; made ahead of the step that uses them, by one thread.
 
+A batch is one update's material: queries with their neighbors, and what the losses compare the expanded queries with.
 Tuples: queries, positives and a pool of negatives from the whole training set. Worlds: each batch searches a random
 part of one set's classes and images, so that neighbor lists come from databases of many sizes, and the network learns
 to read a list and not to recognise the training set's. `densities` has worlds of every density.
+
+Randomness is a pure function of (seed, stream, step): a worker that resumes or joins draws the same numbers.
 """
 
+import dataclasses
 import math
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lattqe.training.batch import Batch
 from lattqe.training.config import TrainingConfig
-from lattqe.training.data import TrainingData
-from lattqe.training.randomness import Stream, generator
+from lattqe.training.plan import TrainingData
+
+AHEAD = 2
+FEWEST_CLASSES = 4  # a world of fewer has hardly a wrong neighbor to tell from a right one
+FEWEST_IMAGES = 3  # of a query's class in its world: itself, one to find near and one to find far
+
+
+class Stream(IntEnum):
+    """Uses of randomness that must not share numbers."""
+
+    SAMPLING = 1
+    POOL = 2
+    DROPOUT = 3
+    START = 4
+
+
+def generator(seed: int, stream: Stream, step: int) -> np.random.Generator:
+    """A counter-based generator for one use in one step."""
+    return np.random.Generator(np.random.Philox(key=np.array([seed, (int(stream) << 48) | step], dtype=np.uint64)))
+
+
+def torch_seed(seed: int, stream: Stream, step: int, slot: int = 0) -> int:
+    """A seed for torch's generators."""
+    return int(generator(seed, stream, step).integers(2**62, size=slot + 1)[slot])
+
+
+class SlotMasks:
+    """Dropout masks by slot: the global batch is cut into equal slots, each with its own generator.
+
+    A worker holds some of the slots, so that each query meets the same mask however many workers there are.
+    """
+
+    def __init__(self, seed: int, slots: range, device: torch.device) -> None:
+        self.seed, self.slots = seed, slots
+        self.generators = [torch.Generator(device=device) for _ in slots]
+
+    def begin(self, step: int) -> None:
+        """Set the generators to where they stand at the beginning of a step."""
+        for slot, source in zip(self.slots, self.generators):
+            source.manual_seed(torch_seed(self.seed, Stream.DROPOUT, step, slot))
+
+    def draw(self, like: torch.Tensor, keep: float) -> torch.Tensor:
+        """A mask like (n, ...) of zeros and 1 / keep; n is a whole number of slots."""
+        mask = torch.empty_like(like)
+        for part, source in zip(mask.chunk(len(self.generators)), self.generators):
+            part.bernoulli_(keep, generator=source)
+        return mask.div_(keep)
+
+
+class SlotDropout(torch.nn.Module):
+    """nn.Dropout with masks from `SlotMasks`."""
+
+    def __init__(self, p: float, masks: SlotMasks) -> None:
+        super().__init__()
+        self.p, self.masks = p, masks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Drop a share p of x (n, ...) while training."""
+        if not self.training or self.p == 0:
+            return x
+        return x * self.masks.draw(x.detach(), 1 - self.p)
+
+
+def use_slot_dropout(network: torch.nn.Module, masks: SlotMasks) -> None:
+    """Put slot dropout in the place of every nn.Dropout; parameters and their names stay as they are."""
+    for module in list(network.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.Dropout):
+                setattr(module, name, SlotDropout(child.p, masks))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The part of the global batch that one worker holds: b queries.
+
+    items (b, 1 + k, D) float32: the query, then its neighbors by rank; valid (b, 1 + k) bool: not dropped, not padding;
+    relevant (b, k) bool: the neighbor is of the query's class; positives (b, p, D): images of the query's class;
+    candidates (m, D): the pool or world the query searches; same (b, m) bool: of the query's class;
+    usable (b, m) bool: False for the query itself; queries: size of the global batch, what losses are divided by;
+    k: how many of the neighbors are weighed one by one (a background may make the list longer);
+    positive_rows (b, p): where the positives stand among the candidates, if they do;
+    classes (m,): the candidates' classes, where negatives are to be of distinct ones.
+    hops: above 0, the candidates are augmented by so many hops over the graph of their row_k nearest before the
+    queries, which are no rows of theirs, search them; labels (m,) are the candidates'; hopping (r,): which of the
+    candidates are augmented, the others stay what they are.
+    """
+
+    items: torch.Tensor
+    valid: torch.Tensor
+    relevant: torch.Tensor
+    positives: torch.Tensor
+    candidates: torch.Tensor
+    same: torch.Tensor
+    usable: torch.Tensor
+    queries: int
+    k: int
+    positive_rows: torch.Tensor | None = None
+    classes: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    hops: int = 0
+    row_k: int = 0
+    hopping: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on a device."""
+        if device.type == "cpu":
+            return self
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+
+class Sampler(Protocol):
+    """Makes batches; a batch is a pure function of (seed, step), a part of it of the queries asked for."""
+
+    def batch(self, step: int, part: slice) -> Batch:
+        """The queries `part` of the global batch of this step."""
+        ...
+
+
+@contextmanager
+def prefetched(sampler: Sampler, steps: range, part: slice) -> Iterator[Iterator[Batch]]:
+    """An iterator over the batches of `steps`; what it yields depends on (seed, step) alone, not on the thread."""
+    with ThreadPoolExecutor(1, thread_name_prefix="sampler") as thread:
+
+        def batches() -> Iterator[Batch]:
+            waiting: list[Future[Batch]] = [thread.submit(sampler.batch, step, part) for step in steps[:AHEAD]]
+            for step in steps:
+                ready = waiting.pop(0).result()
+                if step + AHEAD < steps.stop:
+                    waiting.append(thread.submit(sampler.batch, step + AHEAD, part))
+                yield ready
+
+        try:
+            yield batches()
+        finally:
+            thread.shutdown(cancel_futures=True)
 
 
 class Members:
@@ -128,10 +274,6 @@ class TupleSampler:
             k=k,
             classes=torch.from_numpy(pool_labels),
         )
-
-
-FEWEST_CLASSES = 4  # a world of fewer has hardly a wrong neighbor to tell from a right one
-FEWEST_IMAGES = 3  # of a query's class in its world: itself, one to find near and one to find far
 
 
 @dataclass(frozen=True)

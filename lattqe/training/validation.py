@@ -20,7 +20,7 @@ from lattqe.search import FlatIndex, knn_graph
 from lattqe.search.index import SmallIndex
 from lattqe.store import FeatureSet
 from lattqe.store.features import comparable_labels
-from lattqe.training.team import Team
+from lattqe.training.checkpoint import Team
 
 BLOCK = 64  # queries and rows are shared out in such units
 SMALL_ROWS = 50_000

@@ -13,7 +13,7 @@ from test_expansion_weights import dual_of_sklearn, twin_expand, twin_weights, u
 import lattqe
 from lattqe.errors import LattqeError
 from lattqe.expansion import create, rows
-from lattqe.expansion.dqe import lowest_outside
+from lattqe.expansion.classic import lowest_outside
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search import FlatIndex
 

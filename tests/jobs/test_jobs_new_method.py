@@ -45,7 +45,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (PROJECT / "docs" / "methods.md").read_text()
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "class ThresholdExpansion" in block)
     (folder / "lattqe" / "expansion" / "threshold.py").write_text(code)
-    registry = folder / "lattqe" / "expansion" / "registry.py"
+    registry = folder / "lattqe" / "expansion" / "__init__.py"
     content = registry.read_text()
     assert content.count("METHODS: dict[str, type[Method]] = {\n") == 1
     content = content.replace(
@@ -54,8 +54,8 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     registry.write_text(
         content.replace(
-            "from lattqe.expansion.base import Method\n",
-            "from lattqe.expansion.base import Method\nfrom lattqe.expansion.threshold import ThresholdExpansion\n",
+            "from lattqe.errors import LattqeError\n",
+            "from lattqe.errors import LattqeError\nfrom lattqe.expansion.threshold import ThresholdExpansion\n",
         )
     )
     return folder

@@ -11,7 +11,7 @@ from torch import nn
 
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE, LAttQEConfig
-from lattqe.model.head import Head
+from lattqe.model.encoder import Head
 
 SMALL = LAttQEConfig(dim=32, heads=4, layers=2, max_k=12, positional_start="small")
 EXTENDED = dataclasses.replace(

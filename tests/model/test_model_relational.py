@@ -10,7 +10,7 @@ from lattqe.errors import LattqeError
 from lattqe.expansion import create
 from lattqe.expansion.base import aggregate
 from lattqe.model import LAttQE, LAttQEConfig
-from lattqe.model.relational import HEAD_OF_LIST, background_share, relate
+from lattqe.model.encoder import HEAD_OF_LIST, background_share, relate
 
 CONFIG = LAttQEConfig(
     dim=12,

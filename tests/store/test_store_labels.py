@@ -9,8 +9,7 @@ from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import FeatureSet, FeatureWriter, comparable_labels
 from lattqe.store.artifacts import verify_artifact
 from lattqe.store.writer import check_joinable, join_features, kept_rows
-from lattqe.training.data import load
-from lattqe.training.plan import check_apart
+from lattqe.training.plan import check_apart, load
 from lattqe.training.validation import load_set
 
 CLASSES = ["ant", "bee", "cat", "dog", "emu"]

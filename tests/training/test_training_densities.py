@@ -11,11 +11,11 @@ from lattqe.errors import LattqeError
 from lattqe.evaluation.truth import keep_of_each
 from lattqe.model import LAttQE
 from lattqe.training import augmented
-from lattqe.training.data import join
+from lattqe.training.checkpoint import Team
 from lattqe.training.densities import DensitySampler, _around
+from lattqe.training.plan import join
 from lattqe.training.presets import preset
 from lattqe.training.stage import Stage
-from lattqe.training.team import Team
 from lattqe.training.validation import ValidationSet, density_sets
 
 SMALL = [

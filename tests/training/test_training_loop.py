@@ -16,7 +16,7 @@ from lattqe.training import Plan, Progress, Team, train
 from lattqe.training.checkpoint import STATE, Checkpoints, State
 from lattqe.training.loop import Training, new_network
 from lattqe.training.presets import RELATIONAL, TABLE_2
-from lattqe.training.randomness import SlotDropout, SlotMasks
+from lattqe.training.sampling import SlotDropout, SlotMasks
 from lattqe.training.stage import NotFiniteError, Stage
 
 RECIPES = {

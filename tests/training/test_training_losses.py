@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from lattqe.training.batch import Batch
 from lattqe.training.config import TrainingConfig
 from lattqe.training.losses import RANKING, auxiliary, total_loss
+from lattqe.training.sampling import Batch
 
 
 def unit(rng: np.random.Generator, *shape: int) -> torch.Tensor:

@@ -10,11 +10,10 @@ from training_sets import clusters
 
 from lattqe.search import knn_graph
 from lattqe.store import FeatureSet, FeatureWriter
-from lattqe.training.batch import Batch, Sampler
 from lattqe.training.config import TrainingConfig
-from lattqe.training.data import TrainingData, join, load, published_pairs
 from lattqe.training.losses import contrastive, hardest
-from lattqe.training.sampling import Members, TupleSampler, WorldSampler
+from lattqe.training.plan import TrainingData, join, load, published_pairs
+from lattqe.training.sampling import Batch, Members, Sampler, TupleSampler, WorldSampler
 
 WHOLE = slice(None)
 
