@@ -30,7 +30,7 @@ def main(
     from cluster import runs_here
     from lattqe.augmentation import ORIGINALS, Recipe
     from lattqe.augmentation.growth import plan_growth
-    from lattqe.memory import resident_bytes
+    from lattqe.device import resident_bytes
     from lattqe.store import FeatureSet
     from lattqe.store.writer import check_joinable, join_features, kept_rows
 

@@ -255,7 +255,7 @@ def _hop(task: "Augmentation", workers: int | None, process: int | None) -> Made
     from cluster.augmentation import build_index
     from cluster.hops import default_workers, predict_memory
     from lattqe.augmentation import begin_index
-    from lattqe.memory import resident_bytes
+    from lattqe.device import resident_bytes
 
     pending = begin_index(task)
     workers = workers or default_workers()
@@ -304,8 +304,8 @@ def _augment(task: "Augmentation", workers: int | None, reach: str, process: int
     from cluster.augmentation import build_index, default_workers, predict_memory
     from cluster.reach import ShardReader, choose_reach, open_shards
     from lattqe.augmentation import begin_index
+    from lattqe.device import resident_bytes
     from lattqe.expansion import create
-    from lattqe.memory import resident_bytes
     from lattqe.store import FeatureSet, NeighborGraph
 
     pending = begin_index(task)

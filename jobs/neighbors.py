@@ -101,7 +101,7 @@ def neighbors_here(task: "GraphTask") -> "tuple[Manifest, dict[str, Any]]":
     """Plan, compute what is missing, publish, in this process: the manifest, and what it took."""
     from dataclasses import replace
 
-    from lattqe.memory import peak_bytes
+    from lattqe.device import peak_bytes
     from lattqe.search.stored import begin_graph, build_graph, measure_products, open_sets
 
     sets, pending = open_sets(task), begin_graph(task)

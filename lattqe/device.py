@@ -1,9 +1,13 @@
-"""The one seam between CPU and GPU: everything that allocates asks here where to, and how exactly to multiply."""
+"""The one seam between CPU and GPU: everything that allocates asks here where to, and how exactly to multiply.
+
+And the memory of this process, as the system counts it.
+"""
 
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -50,3 +54,21 @@ def matmul_precision(device: torch.device, precision: str = "ieee") -> Iterator[
             yield
         finally:
             torch.backends.cuda.matmul.fp32_precision = before
+
+
+def resident_bytes() -> int:
+    """Memory of this process now, mapped files included."""
+    return _status("VmRSS")
+
+
+def peak_bytes() -> int:
+    """The most memory this process ever had, mapped files included."""
+    return _status("VmHWM")
+
+
+def _status(field: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,16 +1,18 @@
 """Augmented indexes: building one, what made it, whether it is what that makes, and what changes when it grows."""
 
 from lattqe.augmentation.growth import GrowthCost, renumbered, reusable_rows
-from lattqe.augmentation.index import (
+from lattqe.augmentation.index import AugmentWorker, begin_index, build_index, piece_name
+from lattqe.augmentation.recipe import (
+    GRAPH,
+    ORIGINALS,
     Augmentation,
     AugmentSummary,
-    AugmentWorker,
-    begin_index,
-    build_index,
-    piece_name,
+    Recipe,
+    describe,
+    is_augmented,
+    recompute,
     write_reusable,
 )
-from lattqe.augmentation.recipe import GRAPH, ORIGINALS, Recipe, describe, is_augmented, recompute
 
 __all__ = [
     "GRAPH",

@@ -23,15 +23,15 @@ import pyarrow as pa
 import scipy.sparse as sparse
 
 from lattqe.augmentation.hops import column_groups, directed, hopped, transition, unit_rows
+from lattqe.device import peak_bytes
 from lattqe.errors import CorruptDataError, LattqeError
-from lattqe.memory import peak_bytes
 from lattqe.store import Edges, FeatureSet, MissingFileError, Pending, UnavailableError
 from lattqe.store.manifest import SEAL_BYTES, seal_bytes, unseal_bytes
 from lattqe.store.place import absolute, node_folder, traffic
 from lattqe.store.tables import matrix_column
 
 if TYPE_CHECKING:
-    from lattqe.augmentation.index import AugmentSummary
+    from lattqe.augmentation.recipe import AugmentSummary
 
 FOLDER = "_work/hops/"
 BAND_ROWS = 16_384  # 20 MiB of edges at k = 50: some seconds of work between two looks at the queue

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lattqe.augmentation.index import Augmentation, write_reusable
-from lattqe.augmentation.recipe import GRAPH, Recipe
+from lattqe.augmentation.recipe import GRAPH, Augmentation, Recipe, write_reusable
 from lattqe.expansion import create
 from lattqe.search.pairing import Clock
 from lattqe.search.update import update_graph

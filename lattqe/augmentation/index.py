@@ -13,25 +13,23 @@ index, by the same map of blocks; then the hops over them (`lattqe.augmentation.
 import copy
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from lattqe.augmentation.bands import HopTask, run_hops, with_vectors
-from lattqe.augmentation.hops import check_hops
-from lattqe.augmentation.recipe import EDGES, describe
+from lattqe.augmentation.bands import run_hops, with_vectors
+from lattqe.augmentation.recipe import Augmentation, AugmentSummary, describe, read_reusable
+from lattqe.device import peak_bytes
 from lattqe.errors import CorruptDataError
 from lattqe.expansion import Method, create
 from lattqe.expansion.attention import model_inputs
-from lattqe.expansion.base import HOP_ALPHA, Expanded, RowSource
+from lattqe.expansion.base import Expanded, RowSource
 from lattqe.expansion.rows import augment_rows, list_lengths, shared_table, shares
-from lattqe.memory import peak_bytes
 from lattqe.search.index import StoredIndex
 from lattqe.search.pairing import Clock
 from lattqe.store import (
@@ -40,71 +38,16 @@ from lattqe.store import (
     MissingFileError,
     NeighborGraph,
     Pending,
-    Place,
     edges_table,
     part_row_counts,
     row_bytes,
 )
 from lattqe.store.manifest import seal_bytes, unseal_bytes
-from lattqe.store.place import absolute, node_folder, traffic
+from lattqe.store.place import traffic
 
-# Rows a worker expands between two looks at the queue: seconds at 128-D, some minutes at 2048-D on one CPU core.
-BLOCK_ROWS = 2048
 PIECES = "_work/pieces/"
-
-REUSABLE = "_work/reusable.bin"
-
 # A block is (part, start, stop) in row numbers; the assembling of a part is (part,).
 Item = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """What to compute: all that decides the result, and nothing larger than a line, for it goes to every worker."""
-
-    features: str  # URI of the original rows
-    graph: str  # URI of their neighbors
-    to: str  # where a Pending has been begun
-    method: str
-    k: int
-    params: dict[str, Any] = field(default_factory=dict)
-    cache: str | None = None  # node-local folder that keeps remote rows
-    block_rows: int = BLOCK_ROWS
-    previous: str | None = None  # an index (or its edges) whose rows may be taken over, as `write_reusable` said
-    hops: int = 1  # 1: each row from its own neighbors; above: features flow so many times over all rows' edges
-    hop_alpha: float = HOP_ALPHA  # share of a hop that comes from the neighbors
-    only_edges: bool = False  # `to` is not an index, but the edges of one
-    device: str = "cpu"  # the kind that workers compute on: it decides the last bits
-
-    def __post_init__(self) -> None:
-        """Make addresses absolute, for the workers."""
-        for name in ("features", "graph", "to", "previous"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, value and absolute(value))
-        object.__setattr__(self, "cache", node_folder(self.cache))
-        if isinstance(self.params.get("model"), str):
-            object.__setattr__(self, "params", {**self.params, "model": absolute(self.params["model"])})
-        check_hops(self.hops, self.hop_alpha)
-
-    @property
-    def hopping(self) -> bool:
-        """Whether what is to be made are hops over finished edges."""
-        return self.hops > 1 and not self.only_edges
-
-    @property
-    def edges(self) -> str:
-        """Where the edges of an index are."""
-        return f"{self.to}/{EDGES}"
-
-    def stages(self) -> "list[Augmentation]":
-        """What to begin, build and finish, one after the other."""
-        if not self.hopping:
-            return [self]
-        return [replace(self, to=self.edges, only_edges=True), replace(self, previous=None)]
-
-    def hop_task(self) -> HopTask:
-        """The hops over the edges."""
-        return HopTask(self.features, self.edges, self.to, self.hops, self.hop_alpha, self.cache)
 
 
 def part_spans(part_rows: list[int]) -> list[tuple[int, int]]:
@@ -279,74 +222,6 @@ def edge_count(method: Method, k: int, rows: int) -> int:
 def worker_class(task: Augmentation) -> type[AugmentWorker]:
     """What does the blocks of a task."""
     return EdgeWorker if task.only_edges else AugmentWorker
-
-
-def write_reusable(place: Place, reusable: np.ndarray) -> None:
-    """Say for each row (n,) which row of the previous index it may be taken from, -1: expand it."""
-    data = reusable.astype("<i8").tobytes()
-    place.write(REUSABLE, seal_bytes(data))
-
-
-def read_reusable(place: Place) -> np.ndarray:
-    """What `write_reusable` wrote, (n,) int64."""
-    return np.frombuffer(unseal_bytes(place.read(REUSABLE), f"{place.uri}/{REUSABLE}"), "<i8")
-
-
-@dataclass
-class AugmentSummary:
-    """What it took, added up block by block."""
-
-    items: int = 0  # blocks and parts
-    took: float = 0.0  # seconds, from beginning to end
-    retries: int = 0  # items asked again after a failure, on Ray
-    workers_lost: int = 0
-    spare_copies: int = 0  # stragglers that were started a second time
-    read: Counter[str] = field(default_factory=Counter)  # bytes from storage, by what was done with them
-    written: Counter[str] = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=dict)  # of all workers, by what they did
-    peak_bytes: int = 0  # of the largest worker, mapped files included
-    expanded: int = 0  # rows that went through the method; the others were taken over
-    tables: int = 0  # of shared first products, one for each worker that made one
-    cpu: float = 0.0  # processor seconds of all workers
-    working: float = 0.0  # seconds from when the first worker was up
-    _since: float | None = None
-
-    def then(self, after: "AugmentSummary") -> "AugmentSummary":
-        """The sum of this and of what was done after it."""
-        joint = {
-            name: getattr(self, name) + getattr(after, name)
-            for name in (
-                "items",
-                "took",
-                "retries",
-                "workers_lost",
-                "spare_copies",
-                "read",
-                "written",
-                "expanded",
-                "tables",
-                "cpu",
-                "working",
-            )
-        }
-        return AugmentSummary(
-            seconds={**self.seconds, **after.seconds}, peak_bytes=max(self.peak_bytes, after.peak_bytes), **joint
-        )
-
-    def add(self, result: dict[str, Any]) -> None:
-        """Add what a worker says of an item."""
-        now = time.monotonic()
-        self.items += 1
-        self._since = now - result["busy"] if self._since is None else self._since
-        self.working = now - self._since
-        self.peak_bytes = max(self.peak_bytes, result["peak_bytes"])
-        self.expanded += result["expanded"]
-        self.tables += result["tables"]
-        self.cpu += result["cpu"]
-        for name, spent in result["seconds"].items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent
-        self.read[result["kind"]] += result["traffic"][0]
-        self.written[result["kind"]] += result["traffic"][1]
 
 
 def begin_index(task: Augmentation) -> Pending:

@@ -1,18 +1,22 @@
-"""What made an augmented index, by its manifest, and whether the index is what that makes."""
+"""An augmented index as a task and by its manifest: what is to be made, what made it, whether it is what that makes."""
 
-from dataclasses import dataclass, replace
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from lattqe.augmentation.hops import hop
+from lattqe.augmentation.bands import HopTask
+from lattqe.augmentation.hops import check_hops, hop
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
 from lattqe.expansion.base import HOP_ALPHA, Expanded
 from lattqe.expansion.rows import augment_rows
 from lattqe.search.index import StoredIndex
-from lattqe.store import Edges, FeatureSet, NeighborGraph, read_manifest
-from lattqe.store.place import open_place
+from lattqe.store import Edges, FeatureSet, NeighborGraph, Place, read_manifest
+from lattqe.store.manifest import seal_bytes, unseal_bytes
+from lattqe.store.place import absolute, node_folder, open_place
 
 JOB = "augment"
 # What a job made on the way lies in the index itself, so that it is copied and moved together with it.
@@ -24,6 +28,9 @@ EDGE_TOLERANCE = 2e-4  # of a weight, beside the largest of its row: shared firs
 COARSE_TOLERANCE = 0.05  # of both, where the network was computed in half or int8: the check is made in float32
 MOST_HOPPED_AGAIN = 100_000
 ROUNDING = {"float16": 2.0**-11, "float32": 2.0**-24}
+REUSABLE = "_work/reusable.bin"
+# Rows a worker expands between two looks at the queue: seconds at 128-D, some minutes at 2048-D on one CPU core.
+BLOCK_ROWS = 2048
 
 
 def describe(
@@ -141,3 +148,120 @@ def _check_edges(edges: Edges, rows: np.ndarray, again: Expanded, tolerance: flo
             f"off by {off[wrong[0]]:.2g}"
         )
     return float(off.max(initial=0.0))
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What to compute: all that decides the result, and nothing larger than a line, for it goes to every worker."""
+
+    features: str  # URI of the original rows
+    graph: str  # URI of their neighbors
+    to: str  # where a Pending has been begun
+    method: str
+    k: int
+    params: dict[str, Any] = field(default_factory=dict)
+    cache: str | None = None  # node-local folder that keeps remote rows
+    block_rows: int = BLOCK_ROWS
+    previous: str | None = None  # an index (or its edges) whose rows may be taken over, as `write_reusable` said
+    hops: int = 1  # 1: each row from its own neighbors; above: features flow so many times over all rows' edges
+    hop_alpha: float = HOP_ALPHA  # share of a hop that comes from the neighbors
+    only_edges: bool = False  # `to` is not an index, but the edges of one
+    device: str = "cpu"  # the kind that workers compute on: it decides the last bits
+
+    def __post_init__(self) -> None:
+        """Make addresses absolute, for the workers."""
+        for name in ("features", "graph", "to", "previous"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, value and absolute(value))
+        object.__setattr__(self, "cache", node_folder(self.cache))
+        if isinstance(self.params.get("model"), str):
+            object.__setattr__(self, "params", {**self.params, "model": absolute(self.params["model"])})
+        check_hops(self.hops, self.hop_alpha)
+
+    @property
+    def hopping(self) -> bool:
+        """Whether what is to be made are hops over finished edges."""
+        return self.hops > 1 and not self.only_edges
+
+    @property
+    def edges(self) -> str:
+        """Where the edges of an index are."""
+        return f"{self.to}/{EDGES}"
+
+    def stages(self) -> "list[Augmentation]":
+        """What to begin, build and finish, one after the other."""
+        if not self.hopping:
+            return [self]
+        return [replace(self, to=self.edges, only_edges=True), replace(self, previous=None)]
+
+    def hop_task(self) -> HopTask:
+        """The hops over the edges."""
+        return HopTask(self.features, self.edges, self.to, self.hops, self.hop_alpha, self.cache)
+
+
+def write_reusable(place: Place, reusable: np.ndarray) -> None:
+    """Say for each row (n,) which row of the previous index it may be taken from, -1: expand it."""
+    data = reusable.astype("<i8").tobytes()
+    place.write(REUSABLE, seal_bytes(data))
+
+
+def read_reusable(place: Place) -> np.ndarray:
+    """What `write_reusable` wrote, (n,) int64."""
+    return np.frombuffer(unseal_bytes(place.read(REUSABLE), f"{place.uri}/{REUSABLE}"), "<i8")
+
+
+@dataclass
+class AugmentSummary:
+    """What it took, added up block by block."""
+
+    items: int = 0  # blocks and parts
+    took: float = 0.0  # seconds, from beginning to end
+    retries: int = 0  # items asked again after a failure, on Ray
+    workers_lost: int = 0
+    spare_copies: int = 0  # stragglers that were started a second time
+    read: Counter[str] = field(default_factory=Counter)  # bytes from storage, by what was done with them
+    written: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)  # of all workers, by what they did
+    peak_bytes: int = 0  # of the largest worker, mapped files included
+    expanded: int = 0  # rows that went through the method; the others were taken over
+    tables: int = 0  # of shared first products, one for each worker that made one
+    cpu: float = 0.0  # processor seconds of all workers
+    working: float = 0.0  # seconds from when the first worker was up
+    _since: float | None = None
+
+    def then(self, after: "AugmentSummary") -> "AugmentSummary":
+        """The sum of this and of what was done after it."""
+        joint = {
+            name: getattr(self, name) + getattr(after, name)
+            for name in (
+                "items",
+                "took",
+                "retries",
+                "workers_lost",
+                "spare_copies",
+                "read",
+                "written",
+                "expanded",
+                "tables",
+                "cpu",
+                "working",
+            )
+        }
+        return AugmentSummary(
+            seconds={**self.seconds, **after.seconds}, peak_bytes=max(self.peak_bytes, after.peak_bytes), **joint
+        )
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Add what a worker says of an item."""
+        now = time.monotonic()
+        self.items += 1
+        self._since = now - result["busy"] if self._since is None else self._since
+        self.working = now - self._since
+        self.peak_bytes = max(self.peak_bytes, result["peak_bytes"])
+        self.expanded += result["expanded"]
+        self.tables += result["tables"]
+        self.cpu += result["cpu"]
+        for name, spent in result["seconds"].items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        self.read[result["kind"]] += result["traffic"][0]
+        self.written[result["kind"]] += result["traffic"][1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster import autoscaling
+from cluster import session
 from lattqe.errors import LattqeError
 
 
@@ -23,36 +23,36 @@ def cluster(monkeypatch):
     made.asked = []
     monkeypatch.setattr("ray.cluster_resources", made.resources)
     monkeypatch.setattr(ray.autoscaler.sdk, "request_resources", lambda bundles: made.asked.append(bundles))
-    monkeypatch.setattr(autoscaling, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(session, "POLL_SECONDS", 0.001)
     return made
 
 
 def test_nothing_is_asked_for_by_default(cluster, monkeypatch):
     monkeypatch.delenv("LATTQE_GPUS", raising=False)
     monkeypatch.delenv("LATTQE_CPUS", raising=False)
-    with autoscaling.grown_cluster():
+    with session.grown_cluster():
         assert cluster.asked == []
 
 
 def test_the_cluster_grows_before_the_job_and_is_released_after_it(cluster, monkeypatch):
     monkeypatch.setenv("LATTQE_GPUS", "3")
-    with autoscaling.grown_cluster(seconds=5):
+    with session.grown_cluster(seconds=5):
         assert cluster.asked == [[{"GPU": 1}] * 3]
         assert cluster.gpus == 3
     assert cluster.asked[-1] == []
-    with pytest.raises(ZeroDivisionError), autoscaling.grown_cluster(seconds=5):
+    with pytest.raises(ZeroDivisionError), session.grown_cluster(seconds=5):
         raise ZeroDivisionError
     assert cluster.asked[1:] == [[], [{"GPU": 1}] * 3, []]
 
 
 def test_what_came_is_used_and_nothing_at_all_is_an_error(cluster, monkeypatch):
     monkeypatch.setenv("LATTQE_GPUS", "9")
-    with autoscaling.grown_cluster(seconds=0.1):
+    with session.grown_cluster(seconds=0.1):
         assert cluster.gpus == 8
     cluster.gpus = cluster.limit = 0
-    with pytest.raises(LattqeError, match=r"still no GPU \(wanted 9\)"), autoscaling.grown_cluster(seconds=0.01):
+    with pytest.raises(LattqeError, match=r"still no GPU \(wanted 9\)"), session.grown_cluster(seconds=0.01):
         pass
     assert cluster.asked[-1] == []
     monkeypatch.setenv("LATTQE_GPUS", "many")
-    with pytest.raises(LattqeError, match="LATTQE_GPUS is 'many'"), autoscaling.grown_cluster():
+    with pytest.raises(LattqeError, match="LATTQE_GPUS is 'many'"), session.grown_cluster():
         pass
