@@ -86,6 +86,7 @@ class _BlockRun(Generic[Block]):
         self.queue = deque(blocks)
         self.remaining = set(self.queue)
         self.failures: Counter[Block] = Counter()
+        self.suspects: set[Block] = set()  # an actor died with one of these; each runs alone until that is settled
         self.failed_starts = 0
         self.flights: dict[Any, _Flight[Block]] = {}
         self.durations: list[float] = []
@@ -139,6 +140,12 @@ class _BlockRun(Generic[Block]):
     def load(self, worker: int) -> int:
         return sum(flight.worker == worker for flight in self.flights.values())
 
+    def has_room(self, worker: int, block: Block) -> bool:
+        on_it = [flight.block for flight in self.flights.values() if flight.worker == worker]
+        if block in self.suspects or self.suspects.intersection(on_it):
+            return not on_it
+        return len(on_it) < self.policy.window
+
     def send(self, block: Block, worker: int) -> None:
         actor = self.actors[worker]
         reference = getattr(actor, self.method).remote(block)
@@ -148,7 +155,7 @@ class _BlockRun(Generic[Block]):
         """Give every actor up to a window of blocks; when none are left, copy stragglers to idle actors."""
         for _ in range(self.policy.window):
             for worker in self.ready():
-                if self.queue and self.load(worker) < self.policy.window:
+                if self.queue and self.has_room(worker, self.queue[0]):
                     self.send(self.queue.popleft(), worker)
         if not self.queue:
             self.copy_stragglers()
@@ -190,6 +197,7 @@ class _BlockRun(Generic[Block]):
             self.durations.append(seconds)
             if flight.block in self.remaining:
                 self.remaining.discard(flight.block)
+                self.suspects.discard(flight.block)
                 self.summary.blocks += 1
                 self.summary.blocks_by_worker[flight.worker] += 1
                 self.watch.done(
@@ -204,13 +212,22 @@ class _BlockRun(Generic[Block]):
                 self.queue.extendleft(reversed(more))
 
     def bury(self, flight: _Flight[Block], error: Exception) -> bool:
-        """Replace a dead actor, once; tell whether this block was the one it died on, not one queued behind that."""
-        if self.actors[flight.worker] is flight.actor:
+        """Replace a dead actor, once; tell whether it is certain that it died of this block.
+
+        Only where it had no other: an answer that it had given just before it died may be lost too, so that the oldest
+        of several blocks need not be the one. Several are asked for again, each alone.
+        """
+        together = [other for other in self.flights.values() if other.actor is flight.actor]
+        first = self.actors[flight.worker] is flight.actor
+        if first:
             self.summary.actors_lost += 1
             self.watch.lost(flight.worker, error)
             ray.kill(flight.actor)  # it may be only unreachable: it must not come back beside its replacement
             self.start(flight.worker)
-        return all(other.started > flight.started for other in self.flights.values() if other.actor is flight.actor)
+        if first and not together:
+            return True
+        self.suspects.update(other.block for other in (flight, *together))
+        return False
 
     def fail(self, flight: _Flight[Block], error: Exception) -> None:
         block = flight.block

@@ -94,7 +94,7 @@ class Namespaces:
             server.settimeout(5)
             port = server.getsockname()[1]
             code = f"import socket; socket.create_connection(({self.outside!r}, {port}), 5)"
-            subprocess.run([*self.within(0), sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+            subprocess.run([*self.within(0), sys.executable, "-c", code], check=True, capture_output=True, timeout=600)
 
     def close(self) -> None:
         """Remove all of it; a namespace goes when its last process is gone."""
@@ -107,7 +107,7 @@ class Namespaces:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=600)
 
 
 def make_network(nodes: int) -> Loopback | Namespaces:

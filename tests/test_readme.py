@@ -54,7 +54,7 @@ def run(folder, line):
     for plain, short in SHORTER.items():
         line = line.replace(plain, short)
     done = subprocess.run(
-        [sys.executable, "-m", "jobs.cli", *line.split()[1:]], cwd=folder, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "jobs.cli", *line.split()[1:]], cwd=folder, capture_output=True, text=True, timeout=800
     )
     assert done.returncode == 0, f"{line}\n{done.stderr[-2000:]}"
     assert "Traceback" not in done.stderr

@@ -132,6 +132,18 @@ def test_poison_block_ends_with_a_clear_error(tmp_path):
         square_all(tmp_path, always_die_on=(4,), policy=BlockPolicy(max_failures=1))
 
 
+def test_an_actor_that_dies_with_two_blocks_is_not_held_against_the_older_one(tmp_path):
+    def start(number):
+        return Squares.options(max_concurrency=2).remote(str(tmp_path), hang_on=(3,), always_die_on=(4,))
+
+    done = []
+    with pytest.raises(LattqeError, match="block 4 failed 1 times"):
+        run_blocks(
+            start, 1, [3, 4], on_done=lambda block, _: done.append(block), policy=BlockPolicy(max_failures=0, window=2)
+        )
+    assert done == [3], "asked for again, alone"
+
+
 @pytest.mark.parametrize(
     ("where", "message"),
     [
@@ -152,7 +164,7 @@ def test_missing_resources_are_named():
 
 def read_metrics(url):
     """{(name, kind, shard): value} of our metrics."""
-    text = urllib.request.urlopen(url, timeout=5).read().decode()
+    text = urllib.request.urlopen(url, timeout=60).read().decode()
     found = {}
     for name, labels, value in re.findall(r"^ray_(lattqe_\w+)\{(.*)\} (\S+)$", text, re.M):
         tags = dict(re.findall(r'(\w+)="([^"]*)"', labels))

@@ -145,7 +145,7 @@ class Head(RayNode):
             [sys.executable, "-m", "jobs.cli", *map(str, words)],
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=800,
             cwd=self.folder,
             env=self.environment | self.server.environment | settings,
         )
@@ -167,7 +167,7 @@ class Head(RayNode):
 
     def metrics(self):
         """{(name, kind): value}, over all shards and processes."""
-        text = urllib.request.urlopen(f"http://{self.address}:{self.metrics_port}/metrics", timeout=5).read().decode()
+        text = urllib.request.urlopen(f"http://{self.address}:{self.metrics_port}/metrics", timeout=60).read().decode()
         found = {}
         for name, labels, value in re.findall(r"^ray_(lattqe_\w+)\{(.*)\} (\S+)$", text, re.M):
             key = name, re.search(r'[,{]kind="([^"]*)"', labels)[1]

@@ -112,7 +112,7 @@ def cluster(monkeypatch):
 
 def results_of(jobs: subprocess.Popen[str]) -> list[dict]:
     """What the jobs print for scripts: one JSON document each, and nothing else."""
-    shown, told = jobs.communicate(timeout=300)
+    shown, told = jobs.communicate(timeout=800)
     assert jobs.returncode == 0, told
     documents = []
     while shown.strip():
@@ -147,7 +147,7 @@ def parts(uri: str) -> list[bytes]:
 
 
 def wait_until(condition, job: subprocess.Popen[str], what: str) -> None:
-    deadline = time.monotonic() + 250
+    deadline = time.monotonic() + 800
     while not condition():
         assert job.poll() is None, (what, job.communicate())
         assert time.monotonic() < deadline, what

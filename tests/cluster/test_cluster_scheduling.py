@@ -49,7 +49,7 @@ def witness(folder, wait_for_nodes):
             (folder / f"up {self.note}").touch()
 
         def compare(self, *item):
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 600
             while len(list(folder.glob("up *"))) < wait_for_nodes and time.monotonic() < deadline:
                 time.sleep(0.05)
             (folder / f"worked {self.note}").touch()

@@ -250,7 +250,7 @@ class World:
         self.away.clear()
         self.disk.free()
         self.clock.write_text("0")
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 600
         if self.nodes and not self.nodes[0].running:
             self.restart_cluster()
         while self.nodes and not all(node.counted_as_alive() for node in self.nodes):

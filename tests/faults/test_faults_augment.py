@@ -110,7 +110,7 @@ def test_kills_ctrl_c_and_two_drivers_then_the_same_bytes(made, tmp_path):
     stopped, before = start(made, to), progress(to)
     wait_for(lambda: progress(to) > before, stopped)
     os.kill(stopped.pid, signal.SIGINT)
-    _, shown = stopped.communicate(timeout=100)
+    _, shown = stopped.communicate(timeout=800)
     end_session(stopped)
     assert stopped.returncode == 130
     assert re.search(
@@ -125,7 +125,7 @@ def test_kills_ctrl_c_and_two_drivers_then_the_same_bytes(made, tmp_path):
         # Parts are missing, so at least one of the two starts workers.
         wait_for(lambda: workers_of(both[0]) + workers_of(both[1]), both[0])
         os.kill((workers_of(both[0]) + workers_of(both[1]))[0], signal.SIGKILL)
-        shown = [process.communicate(timeout=200)[1] for process in both]
+        shown = [process.communicate(timeout=800)[1] for process in both]
     finally:
         for process in both:
             end_session(process)

@@ -31,7 +31,7 @@ def start(world, to, kind, what):
 def test_the_driver_killed(tmp_path, kind):
     world = make_world(tmp_path)
     killed = start(world, "index", kind, "die")
-    killed.wait(timeout=200)
+    killed.wait(timeout=800)
     end_session(killed)
     assert killed.returncode == -signal.SIGKILL
     task = begun(world)
@@ -51,7 +51,7 @@ def test_the_storage_killed(mortal_s3, tmp_path, kind):
         mortal_s3.kill()
         door.unlink()
         mortal_s3.start()
-        _, shown = process.communicate(timeout=300)
+        _, shown = process.communicate(timeout=800)
     finally:
         end_session(process)
     # It waits for a storage that comes back; where it did not wait long enough it says so in one line.

@@ -59,7 +59,7 @@ def test_killed_in_its_benchmark_it_goes_on_to_the_report(tmp_path: Path) -> Non
 
     second = start(tmp_path)
     try:
-        out, screen = second.communicate(timeout=600)
+        out, screen = second.communicate(timeout=800)
     finally:
         second.kill()
     assert second.returncode == 0, screen

@@ -225,7 +225,7 @@ def test_a_killed_import_finishes_with_the_same_bytes(run, tmp_path, monkeypatch
     assert len(whole) > 4
     for limit in (2, len(whole)):  # with the claim and one part; with the claim and all parts, but no manifest
         command = [sys.executable, "-c", KILLED, str(limit), "import", "x.npy", "--to", "killed"]
-        killed = subprocess.run(command, capture_output=True, timeout=120, check=False)
+        killed = subprocess.run(command, capture_output=True, timeout=800, check=False)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert len(files_below(tmp_path / "killed")) == limit
     assert run("x.npy", "--to", "killed")[0] == 0

@@ -69,7 +69,7 @@ def call(copied: Path, *words: str) -> str:
         env=environment,
         text=True,
         capture_output=True,
-        timeout=240,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
