@@ -4,7 +4,6 @@ What blocks, pieces and parts are, and why any process may die at any time, is s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -15,18 +14,15 @@ import ray
 from cluster.blocks import BlockPolicy, run_blocks
 from cluster.hops import run_hops
 from cluster.metrics import Work
-from cluster.reach import Reach, ShardReader, vector_bytes
+from cluster.reach import Reach, ShardReader
 from cluster.session import gpus_available
 from lattqe.augmentation import Augmentation, AugmentSummary
 from lattqe.augmentation.index import Item, items_to_do, rows_of, worker_class
+from lattqe.cost.augment import WorkerMemory, augmentation_memory, weighing_of
+from lattqe.cost.work import Stored
 from lattqe.errors import LattqeError
 from lattqe.expansion import Method
-from lattqe.expansion.rows import GATHER_BYTES, shares
 from lattqe.store import FeatureSet, NeighborGraph, Pending
-from lattqe.store.parts import RESIDENT_BYTES
-
-# What the first products of a process bring in: pages of the mathematical libraries, and their buffers.
-WARM_BYTES = 48 << 20
 
 
 def build_index(
@@ -88,51 +84,21 @@ def default_workers() -> int:
     return count
 
 
-@dataclass(frozen=True)
-class WorkerMemory:
-    """Predicted memory of one worker, in bytes; `mapped` is shared by all workers of a node."""
-
-    process: int  # Python, Ray, torch and the model
-    mapped: int  # files: the vectors and the graph
-    held: int  # what was fetched from S3, and vectors in one piece for DQE's search
-    table: int  # shared first products
-    buffers: int  # a batch of lists, or a part while it is put together
-
-    @property
-    def total(self) -> int:
-        """All together."""
-        return sum(self.parts().values())
-
-    def parts(self) -> dict[str, int]:
-        """By name, for the plan."""
-        return {
-            "process and model": self.process,
-            "mapped files (one copy for a node)": self.mapped,
-            "held": self.held,
-            "shared products": self.table,
-            "buffers": self.buffers,
-        }
-
-
 def predict_memory(
     task: Augmentation, features: FeatureSet, graph: NeighborGraph, method: Method, reach: Reach, process: int
 ) -> WorkerMemory:
     """Predict from the sizes of everything; `process` is what `resident_bytes` says once the method is created."""
-    mapped = held = 0
-    for stored, all_of_it in ((features, reach.how == "map"), (graph, True)):
-        size = stored.manifest.total_bytes
-        if stored.place.is_local or (task.cache is not None and reach.how == "map"):
-            mapped += size if all_of_it else 0
-        else:
-            held += min(size, RESIDENT_BYTES)
-    if method.negatives and reach.how == "map" and len(features.manifest.parts) > 1:
-        held += vector_bytes(features)
-    itemsize = np.dtype(features.dtype).itemsize
-    depth = method.depth(task.k)
-    # In float32 in the method, and as stored: one batch in use, one being read, and what reading it takes.
-    batch = max(GATHER_BYTES, (1 + depth) * features.dim * 4)
-    block = min(task.block_rows, features.rows) * (features.dim * (8 + itemsize) + 2 * 8 * graph.k)
-    # A part as an array, and as the bytes of its file.
-    part = 2 * max(part.bytes for part in features.manifest.parts)
-    table = 4 * features.rows * method.shared_width if task.previous is None and shares(method, features.rows) else 0
-    return WorkerMemory(process + WARM_BYTES, mapped, held, table, max(batch + 3 * batch * itemsize // 4 + block, part))
+    kept = task.cache is not None and reach.how == "map"
+    weighs = weighing_of(method, task.k, features.dim, features.rows, again=task.previous is not None)
+    return augmentation_memory(
+        Stored.of(features.manifest),
+        Stored.of(graph.manifest),
+        features.dim,
+        weighs,
+        itemsize=np.dtype(features.dtype).itemsize,
+        block_rows=task.block_rows,
+        process=process,
+        shards=reach.how == "shards",
+        fetched=not features.place.is_local and not kept,
+        graph_fetched=not graph.place.is_local and not kept,
+    )

@@ -132,11 +132,16 @@ class Bench:
 
     def fill(self, cells: Iterable[Cell], on_done: Callable[[Cell], None]) -> None:
         """Measure cells; those over the same rows share one index and one first search."""
+        for group in self.groups(cells).values():
+            self._fill_group(group, on_done)
+
+    @staticmethod
+    def groups(cells: Iterable[Cell]) -> dict[tuple[str, str | None, Setting | None], list[Cell]]:
+        """Cells by the rows that they search: data set, distractors, augmentation."""
         groups: dict[tuple[str, str | None, Setting | None], list[Cell]] = {}
         for cell in dict.fromkeys(cells):
             groups.setdefault((cell.dataset, cell.distractors, cell.dba), []).append(cell)
-        for group in groups.values():
-            self._fill_group(group, on_done)
+        return groups
 
     def _fill_group(self, group: list[Cell], on_done: Callable[[Cell], None]) -> None:
         """Measure cells that differ in their queries' setting only."""

@@ -15,16 +15,7 @@ import numpy as np
 import ray
 
 from cluster.session import gpus_available, only_this_machine, require_resources
-from lattqe.cost.graph import (
-    BASE_BYTES,
-    LEAST_BLOCK,
-    MAX_BLOCKS,
-    Cut,
-    bytes_per_row,
-    cut_rows,
-    fitting_rows,
-    graph_of_pairs,
-)
+from lattqe.cost.graph import Cut, bytes_per_row, fitting_rows, graph_of_pairs, plan_pairs
 from lattqe.cost.work import Machines, Stored, Work
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.search.stored import GraphTask, check_sets, open_sets
@@ -94,8 +85,8 @@ class GraphPlan:
 
     @property
     def products(self) -> int:
-        """Products of two vectors, all pairs together."""
-        return self.work.products
+        """Products of two vectors, all pairs together, each once."""
+        return self.cut.products
 
     @property
     def seconds(self) -> float:
@@ -120,19 +111,8 @@ def plan_graph(task: GraphTask, workers: int | None = None, block_rows: int | No
     speed = measure_worker(replace(task, threads=threads), resources)
     row_bytes = bytes_per_row(sets[0].dim, task.k, np.dtype(sets[0].dtype).itemsize)
     budget = worker_budget(workers, speed["device_bytes"])
-    if budget - BASE_BYTES < 2 * LEAST_BLOCK * row_bytes:
-        raise LattqeError(
-            f"{workers} workers have {budget >> 20} MiB each, but two blocks of {LEAST_BLOCK} rows with "
-            f"k = {task.k} need {(BASE_BYTES + 2 * LEAST_BLOCK * row_bytes) >> 20} MiB: use fewer "
-            "workers, a smaller k, or nodes with more memory"
-        )
     fit = fitting_rows(budget, row_bytes, speed["products_per_second"])
-    cut = cut_rows(own, rows - own, workers, block_rows or fit, exact=block_rows is not None)
-    if cut.blocks > MAX_BLOCKS:
-        raise LattqeError(
-            f"{rows} rows would be cut into {cut.blocks} blocks, more than {MAX_BLOCKS}: use more memory "
-            f"for each worker (now {budget >> 20} MiB), or fewer workers"
-        )
+    cut = plan_pairs(own, rows - own, workers, fit, budget, row_bytes, block_rows)
     plan = GraphPlan(
         tuple(Stored.of(each.manifest) for each in sets),
         sets[0].dim,

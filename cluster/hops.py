@@ -11,6 +11,7 @@ from cluster.blocks import BlockPolicy, run_blocks
 from cluster.metrics import Work
 from lattqe.augmentation import AugmentSummary
 from lattqe.augmentation.bands import HopTask, HopWorker, Item, Schedule, rows_of, until_sound
+from lattqe.cost.augment import hop_buffers
 from lattqe.store import Edges, FeatureSet
 from lattqe.store.parts import RESIDENT_BYTES
 
@@ -28,7 +29,8 @@ def predict_memory(task: HopTask, process: int) -> int:
     for stored in (features, edges):
         size = stored.manifest.total_bytes
         files += size if stored.place.is_local or task.cache is not None else min(size, RESIDENT_BYTES)
-    return process + files + cut.worker_bytes(edges.k, max(part.rows for part in features.manifest.parts))
+    part = max(part.rows for part in features.manifest.parts)
+    return process + files + hop_buffers(features.rows, features.dim, edges.k, cut.band_sizes, cut.group_sizes, part)
 
 
 def run_hops(

@@ -1,13 +1,19 @@
 """Let rows join or leave an augmented index; only rows whose neighborhoods changed are augmented again."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jobs.augment import augment, augment_here, check_reach, report
 from jobs.console import Address, Cache, Json, Workers, command, on_ray, run, show_table
+from jobs.plan import Assume, Plan, setting, tell
 from lattqe.errors import LattqeError
+
+if TYPE_CHECKING:
+    from lattqe.augmentation import Recipe
+    from lattqe.cost import Work
+    from lattqe.cost.plans import Setting
 
 
 def main(
@@ -21,6 +27,8 @@ def main(
     reach: Annotated[
         str, typer.Option(help="How workers reach all vectors: map, shards or auto, as in augment.")
     ] = "auto",
+    plan: Plan = False,
+    assume: Assume = None,
     json: Json = False,
 ) -> None:
     """Let rows join or leave an augmented index; only rows whose neighborhoods changed are augmented again.
@@ -44,8 +52,18 @@ def main(
     newcomers = FeatureSet.open(new) if new is not None else None
     if newcomers is not None:
         check_joinable(recipe.features, newcomers)
+    leaving = _read_ids(remove)
+    rows = recipe.features.rows + (0 if newcomers is None else newcomers.rows)
+    if (where := setting(plan, assume, rows, workers, address, cache)) is not None:
+        tell(
+            [planned(recipe, rows - recipe.features.rows, len(leaving), where)],
+            where,
+            not old_index.place.is_local,
+            json,
+        )
+        return
     process = resident_bytes()  # before this process, unlike the workers, holds the graph
-    kept = kept_rows(recipe.features, _read_ids(remove))
+    kept = kept_rows(recipe.features, leaving)
     joined = join_features(recipe.features, kept, newcomers, f"{to.rstrip('/')}/{ORIGINALS}")
     task, _, cost = plan_growth(old_index, recipe, joined, kept, to, cache)
     share = cost.products / max(cost.products_from_scratch, 1)
@@ -64,6 +82,17 @@ def main(
         with on_ray(address):
             made = augment(task, workers, reach, process)
     report("grown index", made, json, cost.facts())
+
+
+def planned(recipe: "Recipe", joined: int, removed: int, where: "Setting") -> "Work":
+    """What the growth takes, as far as it can be known without comparing anything."""
+    from lattqe.cost import plans
+    from lattqe.cost.work import Stored
+    from lattqe.expansion import create
+
+    method, graph = create(recipe.method, **recipe.params), recipe.graph
+    rows = plans.Rows.of(recipe.features)
+    return plans.append(rows, Stored.of(graph.manifest), graph.k, joined, removed, method, recipe.k, where)
 
 
 def _read_ids(path: Path | None) -> list[str]:

@@ -22,6 +22,7 @@ from jobs.console import (
     show_table,
 )
 from jobs.methods import NAMES, method_options, method_params
+from jobs.plan import Assume, Plan, setting, tell
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def main(
     ] = "auto",
     faiss: Annotated[str | None, typer.Option(help="Also write a faiss index to this file.")] = None,
     factory: Annotated[str | None, typer.Option(help="Its faiss factory string, such as 'IVF1024,PQ16'.")] = None,
+    plan: Plan = False,
+    assume: Assume = None,
     json: Json = False,
 ) -> None:
     """Replace every row of a feature set by its expansion from its neighbors.
@@ -82,6 +85,7 @@ def main(
     """
     from cluster import runs_here
     from lattqe.augmentation import GRAPH, Augmentation
+    from lattqe.cost import plans
     from lattqe.expansion import create
     from lattqe.store import FeatureSet, open_place
     from lattqe.store.pending import refuse_foreign_files
@@ -94,6 +98,11 @@ def main(
     k = k or theta.suggested_k(dba=True)
     hops, hop_alpha = chosen_hops(theta, hops, hop_alpha)
     given = given_graph(neighbors, original, theta.depth(k)) if neighbors is not None else None
+    if (where := setting(plan, assume, original.rows, workers, address, cache)) is not None:
+        shards = None if reach == "auto" else reach == "shards"
+        works = plans.augment_by(original, theta, k, hops, where, graph=given, shards=shards)
+        tell(works, where, not original.place.is_local, json)
+        return
     refuse_foreign_files(open_place(to))  # before a graph or edges are put there
     here = reach == "auto" and runs_here(original.rows, workers, address)
     with nullcontext() if here else on_ray(address):
@@ -282,19 +291,30 @@ def _hop_bar(task: "Augmentation") -> AbstractContextManager[ProgressBar]:
 
 def show_hops(task: "Augmentation", workers: int, where: dict[str, Any]) -> None:
     """Print what the hops will be and move."""
+    from lattqe.cost import augment as cost
+    from lattqe.cost.work import Machines, Stored
     from lattqe.store import Edges, FeatureSet
 
     original, edges = FeatureSet.open(task.features), Edges.open(task.edges)
     cut = task.hop_task().cut(original.rows, original.dim)
-    read, written = cut.hop_bytes(edges.k, workers)
+    work = cost.hops(
+        Stored.of(original.manifest),
+        Stored.of(edges.manifest),
+        original.dim,
+        edges.k,
+        task.hops,
+        cut.band_sizes,
+        cut.group_sizes,
+        Machines(asked=workers),
+        here=False,
+    )
     show_table(
         "hops",
         {
             "hops": f"{task.hops}, each with a share of {task.hop_alpha:g} from the neighbors",
             "edges": f"{original.rows:,} × {edges.k}, {human_bytes(edges.manifest.total_bytes)} in {task.edges}",
-            "cut": f"{len(cut.bands)} bands of rows × {len(cut.groups)} groups of columns",
-            "moved for each hop": f"{human_bytes(read)} read at the most, {human_bytes(written)} written",
-            "kept meanwhile": f"{human_bytes(cut.work_bytes(edges.k))} in {task.to}/_work",
+            **work.facts,
+            "kept meanwhile": f"{human_bytes(work.scratch)} in {task.to}/_work",
         }
         | where,
     )

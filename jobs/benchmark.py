@@ -12,12 +12,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from jobs.console import command, print_json, progress_bar, run, screen, show_table
+from jobs.plan import Assume, Plan, setting, tell
 from lattqe.benchmark.presets import PRESETS, Options, preset_run
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
     from cluster.benchmark import Bench
     from lattqe.benchmark.spec import Run
+    from lattqe.cost import Work
+    from lattqe.cost.plans import Setting
     from lattqe.report.page import Examples
 
 
@@ -69,6 +72,8 @@ def main(
     ] = None,
     shards: Annotated[int | None, typer.Option(min=1, help="Shards of an index. [default: by rows]")] = None,
     address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
+    plan: Plan = False,
+    assume: Assume = None,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON on stdout.")] = False,
 ) -> None:
     """Measure every method on every data set of a run; cells that are there already are not measured again.
@@ -81,6 +86,7 @@ def main(
     from lattqe.benchmark.runfile import load_run
     from lattqe.benchmark.spec import trained_ablations
     from lattqe.report import density_csv, render_density, render_page, to_csv
+    from lattqe.store import open_place
 
     lists, cells = (columns, features, queries, relevant), None
     if spec in PRESETS:
@@ -109,6 +115,9 @@ def main(
         check_golden(chosen)
         return
     chosen = selected(chosen, only or [])
+    if (where := setting(plan, assume, 0, workers, address)) is not None:
+        tell(planned(chosen, to, workers, shards, where), where, not open_place(to).is_local, json)
+        return
     bench = measured(chosen, to, workers, shards, partial(ray_session, address))
     if cells is None:
         results = assemble(chosen, bench, facts(chosen, bench))
@@ -120,6 +129,36 @@ def main(
         print_json(results)
     (print_results if cells is None else print_density)(results)
     screen.print(f"report: {report}", markup=False, soft_wrap=True)
+
+
+def planned(chosen: "Run", to: str, workers: int | None, shards: int | None, where: "Setting") -> "list[Work]":
+    """What the cells take that are needed next; which ones come after them is chosen by what they measure."""
+    from cluster import runs_here
+    from cluster.benchmark import Bench
+    from lattqe.benchmark.cells import method_of
+    from lattqe.benchmark.spec import GRAPH_METHODS
+    from lattqe.cost import plans
+    from lattqe.cost.augment import weighing_of
+    from lattqe.cost.stages import measuring, summed
+
+    bench = Bench(chosen, to, workers, shards)
+    made, searches, known, cells = [], [], set(), bench.cells_to_do()
+    for (dataset, distractors, dba), group in bench.groups(cells).items():
+        sets = [bench.inputs[dataset].database]
+        sets += [bench.distractors[dataset, distractors]] if distractors is not None else []
+        rows, asked = sum(each.rows for each in sets), bench.inputs[dataset].queries
+        here = replace(where, here=where.here and runs_here(rows, workers))
+        searches.append(measuring(rows, asked.rows, asked.dim, len(group), here.machines))
+        if dba is None or dba.method in GRAPH_METHODS:
+            continue
+        joined = plans.Rows.sized(rows, asked.dim, asked.dtype)
+        weighs = weighing_of(method_of(dba, dba=True), dba.k, asked.dim, rows)
+        found = plans.augment(joined, weighs, dict(dba.params).get("hops", 1), here)
+        made += found if (dataset, distractors) not in known else found[1:]  # all methods share one graph
+        known.add((dataset, distractors))
+    names = list(dict.fromkeys(work.stage for work in made))
+    works = [summed(name, [work for work in made if work.stage == name]) for name in names]
+    return [*works, summed("cells", searches, cells=f"{len(cells):,} now; what they measure chooses more")]
 
 
 def selected(chosen: "Run", only: list[str]) -> "Run":

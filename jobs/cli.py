@@ -93,6 +93,12 @@ VERBS = (
         "all methods on all data sets → tables, figures, report",
         "lattqe benchmark run.toml --to results",
     ),
+    Verb(
+        "plan",
+        "jobs.plan",
+        "what sets and clusters that are not there would take",
+        'lattqe plan 100000000x512 -k 64 --assume "nodes=16,gpus=1,price=0.5"',
+    ),
     Verb("demo", "jobs.demo", "all of this on a synthetic world, in minutes", "lattqe demo --to demo"),
     Verb("info", "jobs.info", "what a stored artifact is, and what made it", "lattqe info features"),
     Verb("verify", "jobs.verify", "check every checksum and every invariant", "lattqe verify features"),

@@ -77,6 +77,14 @@ def human_bytes(count: float) -> str:
     raise AssertionError
 
 
+def human_time(seconds: float) -> str:
+    """95 -> '95 s', 3900 -> '1 h 05 min'."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
 class ProgressBar:
     """A bar with rate and ETA on a terminal, a line every few seconds elsewhere (CI, `ray job submit` logs)."""
 

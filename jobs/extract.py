@@ -1,16 +1,19 @@
 """Images → a feature set: a ResNet-GeM (or any encoder) over a folder, a list file or a bucket, at several scales."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from jobs.console import command, human_bytes, print_json, progress_bar, run, screen, show_table
+from jobs.plan import Assume, Plan, setting, tell
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
     from cluster.extraction import Workers
+    from lattqe.cost import Work
+    from lattqe.cost.plans import Setting
     from lattqe.extraction.encoder import Encoder, EncoderSpec
     from lattqe.extraction.image import Framing, ImageList
     from lattqe.extraction.stage import Destination
@@ -63,6 +66,8 @@ def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     workers: Annotated[int | None, typer.Option(help="networks at work; default one for each GPU or CPU")] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster to join; default: this machine")] = None,
+    plan: Plan = False,
+    assume: Assume = None,
     json: Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")] = False,
 ) -> None:
     """Describe every image by one unit vector; bad files are listed in skipped.csv, and a killed run continues.
@@ -75,6 +80,7 @@ def main(
     from cluster.session import ray_session
     from lattqe.extraction.encoder import EncoderSpec, find_hook_folder, open_encoder, parse_scales
     from lattqe.extraction.image import folder_labels
+    from lattqe.store import open_place
     from lattqe.store.tables import check_dtype
 
     if not (checkpoint or encoder or model):
@@ -109,6 +115,10 @@ def main(
     }
     labels = folder_labels(listed) if labels_from_folders else None
     destination = _prepare(settings, opened, to, config, inputs)
+    if (where := setting(plan, assume, len(listed), workers, address, always_on_ray=True)) is not None:
+        where = on_device(where, device)
+        tell([planned(settings, opened, destination, listed, where)], where, not open_place(to).is_local, json)
+        return
     finished = destination.find_finished()
     if finished is None:
         with ray_session(address):
@@ -125,6 +135,39 @@ def main(
     )
     if json:
         print_json({"uri": to, "rows": finished.rows, "dim": destination.dim, "skipped": finished.config["skipped"]})
+
+
+def on_device(where: "Setting", device: str) -> "Setting":
+    """The machines as `--device` uses them."""
+    if device == "cuda" and not where.machines.gpus:
+        raise LattqeError("--device cuda, but the planned machines have no GPU: assume gpus=1, or use --device cpu")
+    return replace(where, machines=replace(where.machines, gpus=0)) if device == "cpu" else where
+
+
+def planned(
+    settings: "Settings", opened: "Encoder", destination: "Destination", listed: "ImageList", where: "Setting"
+) -> "Work":
+    """What the extraction takes: the network's operations are counted on one small image and grow with its area."""
+    import numpy as np
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from lattqe.cost.stages import extraction
+    from lattqe.extraction.stage import block_rows
+
+    side = settings.framing.center_crop or PROBE_SIDE
+    with FlopCounterMode(display=False) as counter:
+        opened.output_dim(side)
+    pixels = side * side if settings.framing.center_crop else 0.75 * settings.framing.size**2
+    area = sum(scale * scale for scale in settings.scales) * pixels / (side * side)
+    return extraction(
+        len(listed),
+        sum(entry.bytes for entry in listed.entries()),
+        destination.dim,
+        where.machines,
+        itemsize=np.dtype(settings.dtype).itemsize,
+        flops=counter.get_total_flops() * area,
+        block_rows=block_rows(len(listed)),
+    )
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 import typer
 
 from jobs.console import command, human_bytes, print_json, progress_bar, run, screen, show_table
+from jobs.plan import Assume, Plan, setting, tell
 from lattqe.errors import LattqeError
 
 BLOCK_ROWS = 8192
@@ -31,6 +32,8 @@ def main(
     allow_expansion: bool = typer.Option(
         False, "--allow-expansion", help="read files that unfold to more than 100 times their size"
     ),
+    plan: Plan = False,
+    assume: Assume = None,
     json: bool = typer.Option(False, "--json", help="print the result as JSON on stdout"),
 ) -> None:
     """Import foreign files of vectors as a feature set.
@@ -39,8 +42,11 @@ def main(
 
     Example: lattqe import vectors.npy --ids names.txt --labels classes.txt --to features
     """
+    from lattqe.cost.stages import importing
     from lattqe.formats import open_source
     from lattqe.formats.source import local_files
+    from lattqe.store import open_place
+    from lattqe.store.tables import check_dtype
 
     for option, file, name in (("ids", ids, ids_key), ("labels", labels, labels_key)):
         if file is not None and name is not None:
@@ -59,6 +65,11 @@ def main(
         )  # fmt: skip
         for note in source.notes:
             screen.print(f"note: {note}", markup=False, soft_wrap=True)
+        if (where := setting(plan, assume, 0, None, None)) is not None:
+            size = sum(Path(file).stat().st_size for file in local.values())
+            work = importing(source.rows, source.dim, size, check_dtype(dtype), source.has_labels)
+            tell([work], where, not open_place(to).is_local, json)
+            return
         config = {
             "job": "import", "key": key, "transposed": transposed, "columns": columns, "rows": rows,
             "select": [Path(name).name + value for name, value in conditions], "skip_bad": skip_bad,

@@ -1,6 +1,8 @@
 """Find the exact k nearest neighbors of every row of a feature set among all its other rows."""
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from threading import Lock
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +17,7 @@ from jobs.console import (
     Workers,
     command,
     human_bytes,
+    human_time,
     on_ray,
     print_json,
     progress_bar,
@@ -22,10 +25,13 @@ from jobs.console import (
     screen,
     show_table,
 )
+from jobs.plan import Assume, Plan, setting, tell, this_machine
 
 if TYPE_CHECKING:
     from cluster.graph import GraphSummary
     from cluster.graph_plan import GraphPlan
+    from lattqe.cost import Work
+    from lattqe.cost.plans import Setting
     from lattqe.search.stored import GraphTask
     from lattqe.store import Manifest
 
@@ -58,6 +64,8 @@ def main(
     engine: Annotated[
         Engine, typer.Option(help="faiss: it finds the candidates, each list is certified; the same graph.")
     ] = Engine.lattqe,
+    plan: Plan = False,
+    assume: Assume = None,
     json: Json = False,
 ) -> None:
     """Find the exact k nearest neighbors of every row among all other rows.
@@ -80,7 +88,11 @@ def main(
     )
     facts: dict[str, Any]
     check_sets(task)
-    rows = sum(each.rows for each in open_sets(task))
+    sets = open_sets(task)
+    rows = sum(each.rows for each in sets)
+    if (where := setting(plan, assume, rows, workers, address, cache, block_rows)) is not None:
+        tell([planned(task, where)], where, not sets[0].place.is_local, json)
+        return
     if k >= rows:
         screen.print(f"note: {rows:,} rows have {rows - 1:,} neighbors each, fewer than k = {k}: lists are padded")
     if find_manifest(open_place(to)) is not None:
@@ -97,10 +109,20 @@ def main(
     show_table(f"neighbors in {to}", {name: _readable(name, value) for name, value in facts.items()})
 
 
+def planned(task: "GraphTask", where: "Setting") -> "Work":
+    """What the graph takes; where it is computed here from a local disk, this machine is measured."""
+    from lattqe.cost import plans
+    from lattqe.search.stored import measure_products, open_sets
+
+    sets = open_sets(task)
+    if where.here and sets[0].place.is_local:
+        where = replace(where, products_per_second=measure_products(task)[1])
+    return plans.neighbors([plans.Rows.of(each) for each in sets], task.k, where)
+
+
 def neighbors_here(task: "GraphTask") -> "tuple[Manifest, dict[str, Any]]":
     """Plan, compute what is missing, publish, in this process: the manifest, and what it took."""
-    from dataclasses import replace
-
+    from lattqe.cost import plans
     from lattqe.device import peak_bytes
     from lattqe.search.stored import begin_graph, build_graph, measure_products, open_sets
 
@@ -108,24 +130,33 @@ def neighbors_here(task: "GraphTask") -> "tuple[Manifest, dict[str, Any]]":
     kind, rate = measure_products(task)
     task = replace(task, kind=kind)
     rows, dim = sum(each.rows for each in sets), sets[0].dim
-    products = rows * rows // 2
+    where = plans.Setting(this_machine(), here=True, products_per_second=rate)
+    work = plans.neighbors([plans.Rows.of(each) for each in sets], task.k, where)
     show_table(
         "plan",
         {
             "rows": f"{rows:,} × {dim} {sets[0].dtype}, k = {task.k}",
             "where": "in this process: --workers or --address ask for Ray",
-            "graph": human_bytes(8 * task.k * rows),
-            "products": f"{2e-12 * products * dim:.3g} TFLOP in {kind}",
-            "expected time": f"{human_time(products / rate)} at {2e-9 * rate * dim:.0f} GFLOP/s",
+            "graph": human_bytes(work.stored),
+            "products": f"{work.flops / 1e12:.3g} TFLOP in {kind}",
+            "expected time": f"{human_time(work.worker_seconds)} at {2e-9 * rate * dim:.0f} GFLOP/s",
         },
     )
-    with progress_bar("products, millions", products // PROGRESS_UNIT + 1) as bar:
-        seconds = build_graph(task, _in_millions(bar, 0))
+    with progress_bar("products, millions", work.products // PROGRESS_UNIT + 1) as bar:
+        advance, made = _in_millions(bar, 0), Counter[str]()
+
+        def count(products: int) -> None:
+            made["products"] += products
+            advance(products)
+
+        seconds = build_graph(task, count)
     total = seconds.pop("all")
     return pending.finish(), {
         "seconds": round(total, 2),
-        "gflops": round(2 * products * dim / max(total, 1e-9) / 1e9, 1),
+        "gflops": round(work.flops / max(total, 1e-9) / 1e9, 1),
         "products": kind,
+        "products_made": made["products"],
+        "products_planned": work.products,
         "workers": 0,
         "worker_seconds": {name: round(spent, 2) for name, spent in sorted(seconds.items())},
         "peak_worker_bytes": peak_bytes(),
@@ -177,14 +208,6 @@ def show_plan(task: "GraphTask", plan: "GraphPlan", left: int) -> None:
             "expected time": f"{human_time(expected)} at {speed:.0f} GFLOP/s a worker, products in {plan.kind}",
         },
     )
-
-
-def human_time(seconds: float) -> str:
-    """95 -> '95 s', 3900 -> '1 h 05 min'."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def facts_of(summary: "GraphSummary", plan: "GraphPlan", left: int) -> dict[str, Any]:

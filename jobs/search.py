@@ -21,14 +21,16 @@ from jobs.console import (
     show_table,
 )
 from jobs.methods import NAMES, method_options, method_params
+from jobs.plan import Assume, Plan, setting, tell
+from lattqe.cost.stages import PART_QUERIES
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
+    from lattqe.cost import Work
+    from lattqe.cost.plans import Setting
     from lattqe.expansion.base import Method
     from lattqe.search import Index
     from lattqe.store import FeatureSet, Pending
-
-PART_QUERIES = 8192  # one part of the ranks, and the most that a death can cost
 
 
 @method_options
@@ -56,6 +58,8 @@ def main(
     ] = None,
     address: Address = None,
     cache: Cache = None,
+    plan: Plan = False,
+    assume: Assume = None,
     json: Json = False,
 ) -> None:
     """Find the best rows of a database for each query, exactly.
@@ -73,18 +77,33 @@ def main(
             )
     expansion = make_expansion(expand, nqe, params or {}, sources[0])
     rows = sum(each.rows for each in sources)
+    if (where := setting(plan, assume, rows, workers, address, cache)) is not None:
+        tell([planned(sources, asked, k, expansion, where)], where, not sources[0].place.is_local, json)
+        return
     if k > rows:
         screen.print(f"note: k = {k:,} is more than the {rows:,} rows: lists are padded", markup=False)
     pending = begin_ranks(to, k, sources, asked, expansion)
     facts: dict[str, Any] = {"ranks": to, "queries": asked.rows, "k": k}
     if pending.missing():
-        with open_index(sources, workers, address, cache) as (index, where):
-            show_plan(index, where, asked, k, expansion, pending)
+        with open_index(sources, workers, address, cache) as (index, placed):
+            show_plan(index, placed, asked, k, expansion, pending)
             facts |= answer(index, asked, k, expansion, pending)
     facts["digest"] = pending.finish().digest
     if json:
         print_json(facts)
     show_table(f"ranks in {to}", facts)
+
+
+def planned(
+    sources: "list[FeatureSet]", asked: "FeatureSet", k: int, expansion: "Expansion | None", where: "Setting"
+) -> "Work":
+    """What the search takes."""
+    from lattqe.cost import plans
+    from lattqe.cost.augment import weighing_of
+
+    rows, dim = sum(each.rows for each in sources), sources[0].dim
+    weighs = None if expansion is None else weighing_of(expansion.method, expansion.k, dim, rows, again=True)
+    return plans.search([plans.Rows.of(each) for each in sources], plans.Rows.of(asked), k, where, weighs)
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """Train a LAttQE model on labelled feature sets."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import typer
 
 from jobs.console import command, print_json, progress_bar, run, screen, show_table
+from jobs.plan import Assume, Plan, setting, tell
 from lattqe.errors import LattqeError
 
 
@@ -26,6 +28,8 @@ def main(
     threads: int = typer.Option(0, "--threads", help="CPU threads of each worker; 0: an equal share"),
     cache: str | None = typer.Option(None, "--cache", help="folder on each node that keeps features read from S3"),
     address: str | None = typer.Option(None, "--address", help="a running Ray cluster; else one starts here"),
+    plan_only: Plan = False,
+    assume: Assume = None,
     json: bool = typer.Option(False, "--json", help="print the result as JSON on stdout"),
 ) -> None:
     """Train a LAttQE model on labelled feature sets.
@@ -37,7 +41,8 @@ def main(
     Example: lattqe train sfm-train --val sfm-val --queries sfm-val-queries --preset paper --to model
     """
     from cluster.session import ray_session
-    from lattqe.store import FeatureSet
+    from lattqe.cost import plans
+    from lattqe.store import FeatureSet, open_place
     from lattqe.training import make
     from lattqe.training import preset as configuration
 
@@ -46,6 +51,13 @@ def main(
     config = configuration(preset, FeatureSet.open(features[0]).dim, settings)
     pairs = [(database, queries[number] if queries else None) for number, database in enumerate(val)]
     plan = make(to, config, features, pairs, neighbors, cache)
+    if (where := setting(plan_only, assume, 0, workers or None, address, cache)) is not None:
+        # By default one process for each GPU, or one with all cores.
+        machines = where.machines
+        team = workers or machines.nodes * machines.gpus or 1
+        where = replace(where, machines=replace(machines, asked=team))
+        tell([plans.train(plan, where.machines)], where, not open_place(features[0]).is_local, json)
+        return
     if plan.claim() is None:
         warn_of_leakage(features, [uri for pair in pairs for uri in pair if uri is not None])
         with ray_session(address):

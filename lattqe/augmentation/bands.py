@@ -38,7 +38,6 @@ BAND_ROWS = 16_384  # 20 MiB of edges at k = 50: some seconds of work between tw
 MOST_BANDS = 256  # their transposition reads the square of that many pieces
 GROUP_BYTES = 512 << 20  # of all rows of a group of columns, held by a worker
 READS_AT_ONCE = 8
-FOLD_BYTES = 80  # for each edge from or to a band, while its rows of S are put together
 UNIT_ROWS = 4096  # normalised at once, in float64
 RESCANS = 8  # of what is there, after a file was found damaged or gone
 
@@ -71,7 +70,7 @@ class HopTask:
 
     def cut(self, rows: int, dim: int) -> "Cut":
         """The cut of so many rows and columns."""
-        return Cut(rows, dim, max(self.band_rows, -(-rows // MOST_BANDS)), self.group_bytes)
+        return Cut.of(rows, dim, self.band_rows, self.group_bytes)
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,11 @@ class Cut:
     band_rows: int
     group_bytes: int
 
+    @classmethod
+    def of(cls, rows: int, dim: int, band_rows: int = BAND_ROWS, group_bytes: int = GROUP_BYTES) -> "Cut":
+        """The cut by these sizes, with larger bands where there would be too many."""
+        return cls(rows, dim, max(band_rows, -(-rows // MOST_BANDS)), group_bytes)
+
     @cached_property
     def bands(self) -> list[tuple[int, int]]:
         """First and last+1 row of each band."""
@@ -93,26 +97,15 @@ class Cut:
         """The columns of each group."""
         return column_groups(self.rows, self.dim, self.group_bytes)
 
-    def hop_bytes(self, k: int, workers: int) -> tuple[int, int]:
-        """Bytes that one hop reads, at the most, and writes: every worker reads the hop before, every group reads S."""
-        vectors = 4 * self.rows * self.dim
-        graph = len(self.groups) * self.rows * (8 + 8 * (1 + 2 * k))
-        return vectors * min(workers, len(self.bands)) + vectors + graph, vectors
+    @property
+    def band_sizes(self) -> list[int]:
+        """Rows of each band."""
+        return [stop - first for first, stop in self.bands]
 
-    def work_bytes(self, k: int) -> int:
-        """Files that are there at once: the original vectors, three hops, S."""
-        return 4 * 4 * self.rows * self.dim + self.rows * (8 + 8 * (1 + 2 * k))
-
-    def worker_bytes(self, k: int, part_rows: int) -> int:
-        """Buffers of a worker: all rows of a group of columns, with a band in the making or a part of the index.
-
-        A band has as many edges to its rows as from them, unless they are hubs.
-        """
-        columns = max(group.stop - group.start for group in self.groups)
-        rows = min(self.band_rows, self.rows)
-        band = max(rows * (1 + 2 * k) * FOLD_BYTES, 16 * rows * columns, 8 * rows * self.dim)
-        part = 12 * part_rows * self.dim + 40 * min(UNIT_ROWS, part_rows) * self.dim
-        return 4 * self.rows * columns + max(band, part)
+    @property
+    def group_sizes(self) -> list[int]:
+        """Columns of each group."""
+        return [group.stop - group.start for group in self.groups]
 
 
 def _turned(band: int) -> str:
@@ -375,7 +368,7 @@ class Schedule:
 
     def rows_left(self) -> int:
         """Rows times groups that are still to hop."""
-        sizes = [stop - first for first, stop in self.cut.bands]
+        sizes = self.cut.band_sizes
         return (
             sum(
                 sizes[band]

@@ -8,7 +8,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from lattqe.cost.work import DELETE, MISSING, OPEN, PUT, Machines, Requests, Stored, Work, gets_of, load_part
+from lattqe.cost.work import (
+    ATTACH,
+    DELETE,
+    LOOK,
+    MISSING,
+    OPEN,
+    PUT,
+    Machines,
+    Requests,
+    Stored,
+    Work,
+    gets_of,
+    load_part,
+)
+from lattqe.errors import LattqeError
 from lattqe.search.graph import rows_per_block
 from lattqe.search.pairing import Pair
 from lattqe.search.topk import capacity_for
@@ -20,7 +34,7 @@ LEAST_BLOCK = 512  # rows; smaller ones would only move data about
 MAX_BLOCKS = 512  # a set of blocks is that many bits of the name of an unfinished list
 BASE_BYTES = 512 << 20  # of a worker process with torch, and its tiles
 OVERHEAD = 1.1  # loading, merging and writing beside what is measured
-TILE = 2048  # rows of a diagonal tile, both halves of which are multiplied
+TILE, LEAST_TILE = 2048, 256  # rows of a diagonal tile, both halves of which are multiplied
 SEAL = 16  # bytes before each unfinished list
 OPENS_HERE = 6  # times that `lattqe neighbors` opens its sets
 
@@ -177,14 +191,23 @@ def graph_of_pairs(
     else:
         seconds = cut.products / products_per_second
     largest = max(cut.sizes)
+    products = sum(
+        graph_products(cut.rows(b)[1] - cut.rows(a)[0], 1, machines.threads) if cut.siblings(a, b) else cut.cost(a, b)
+        for a, b in pairs
+    )
     return Work(
         "graph",
         rows,
-        cut.products,
-        2.0 * cut.products * dim,
+        products,
+        2.0 * products * dim,
         read + loaded + opens * sum(each.manifest for each in sets),
         written + graph.written,
-        requests=requests + loading + OPEN * opens + graph.publishing(cut.blocks + 1),
+        requests=requests
+        + loading
+        + OPEN * opens
+        + ATTACH * machines.workers
+        + LOOK * 3
+        + graph.publishing(cut.blocks + 1),
         worker_seconds=OVERHEAD * seconds,
         worker_bytes=BASE_BYTES + 2 * largest * bytes_per_row(dim, k, itemsize),
         scratch=12 * k * (rows + 2 * machines.workers * largest),
@@ -237,11 +260,26 @@ def _vectors(
     return read, requests
 
 
-def plan_pairs(own: int, others: int, dim: int, k: int, machines: Machines, itemsize: int = 2) -> Cut:
-    """The cut that the planner of `cluster.graph_plan` chooses on some machines."""
-    rate = 1 / product_seconds(dim, machines)
-    fit = fitting_rows(machines.budget, bytes_per_row(dim, k, itemsize), rate)
-    return cut_rows(own, others, machines.workers, max(fit, LEAST_BLOCK))
+def plan_pairs(
+    own: int, others: int, workers: int, fit: int, budget: int, row_bytes: int, block_rows: int | None = None
+) -> Cut:
+    """The cut for so many workers with so much memory; LattqeError with advice where it cannot be.
+
+    fit: rows of a block as `fitting_rows` says; block_rows: what was asked for instead.
+    """
+    if budget - BASE_BYTES < 2 * LEAST_BLOCK * row_bytes:
+        raise LattqeError(
+            f"{workers} workers have {budget >> 20} MiB each, but two blocks of {LEAST_BLOCK} rows with their lists "
+            f"need {(BASE_BYTES + 2 * LEAST_BLOCK * row_bytes) >> 20} MiB: use fewer workers, a smaller k, or nodes "
+            "with more memory"
+        )
+    cut = cut_rows(own, others, workers, block_rows or fit, exact=block_rows is not None)
+    if cut.blocks > MAX_BLOCKS:
+        raise LattqeError(
+            f"{own + others} rows would be cut into {cut.blocks} blocks, more than {MAX_BLOCKS}: use more memory "
+            f"for each worker (now {budget >> 20} MiB), or fewer workers"
+        )
+    return cut
 
 
 def graph_here(
@@ -252,15 +290,14 @@ def graph_here(
     *,
     itemsize: int = 2,
     products_per_second: float | None = None,
-    block_rows: int | None = None,
 ) -> Work:
     """The graph in this process, as `lattqe.search.stored.build_graph` makes it: the rows are read twice, once to
     measure, and everything else is in memory.
     """
     rows = sum(each.rows for each in sets)
-    blocks = -(-rows // (block_rows or rows_per_block(dim, k)))
+    blocks = -(-rows // rows_per_block(dim, k))
     graph = Stored.kind("neighbors", rows, k=k)
-    products = graph_products(rows, blocks)
+    products = graph_products(rows, blocks, machines.threads)
     scored = k * rows * harmonic(blocks)
     if products_per_second is None:
         seconds = products * product_seconds(dim, machines) + scoring_seconds(scored, dim, machines.threads)
@@ -275,7 +312,7 @@ def graph_here(
         2.0 * products * dim,
         reads,
         graph.written,
-        requests=loading * 2 + OPEN * (OPENS_HERE * len(sets)) + graph.publishing(),
+        requests=loading * 2 + OPEN * (OPENS_HERE * len(sets)) + MISSING + ATTACH + LOOK + graph.publishing(),
         worker_seconds=seconds,
         worker_bytes=BASE_BYTES + sum(each.bytes for each in sets) + 12 * k * rows,
         stored=graph.bytes,
@@ -283,8 +320,8 @@ def graph_here(
     )
 
 
-def graph_products(rows: int, blocks: int = 1) -> int:
+def graph_products(rows: int, blocks: int = 1, threads: int = 1) -> int:
     """Products of a graph in blocks: each pair once, and the second half of the tiles on the diagonal."""
     block = -(-rows // blocks)
-    tile = min(-(-block // -(-block // TILE)), block)
-    return rows * (rows + tile) // 2
+    tile = TILE if threads == 1 else min(max(-(-block // (4 * threads)), LEAST_TILE), TILE)
+    return rows * (rows + block // -(-block // tile)) // 2

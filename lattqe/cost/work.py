@@ -34,6 +34,12 @@ STORED_PRICE = 0.023 / GB  # for a byte and month
 START_SECONDS = 600.0
 
 
+# What S3 calls its operations, by their price.
+PUT_OPERATIONS = ("PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload")
+PUT_OPERATIONS += ("ListObjectsV2", "ListMultipartUploads", "AbortMultipartUpload")
+GET_OPERATIONS = ("GetObject", "HeadObject")
+
+
 @dataclass(frozen=True)
 class Requests:
     """Requests to S3, by what they cost; a local disk has none."""
@@ -73,6 +79,8 @@ def lists_of(objects: int) -> int:
 PUT, DELETE = Requests(puts=1), Requests(deletes=1)
 MISSING = Requests(gets=2)
 OPEN = Requests(gets=2)  # a finished artifact: size and content of its manifest
+ATTACH = Requests(gets=1)  # the claim that a worker takes part in
+LOOK = Requests(puts=1)  # at what is there: one list, where there are few objects
 PUBLISH = PUT * 2 + MISSING  # a part: itself, its receipt, and a look whether another driver has finished
 
 
@@ -189,11 +197,17 @@ class Machines:
         share = 0.8 * min(self.memory * self.nodes / self.workers, self.memory)
         return int(min(share, 0.8 * self.gpu_memory) if self.gpus else share)
 
-    def __str__(self) -> str:
+    @property
+    def size(self) -> str:
+        """In words: how many nodes."""
+        return "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+
+    @property
+    def node(self) -> str:
+        """In words: what each node has."""
         gpus = f", {self.gpus} GPU of {self.tflops:g} TFLOP/s" if self.gpus else ""
-        price = f", ${self.price:g} an hour" if self.price else ""
-        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
-        return f"{nodes}: {self.cpus} cores{gpus}, {self.memory / GB:.3g} GB, {self.network / GB:.3g} GB/s{price}"
+        price = f", ${self.price:g}/h" if self.price else ""
+        return f"{self.cpus} cores{gpus}, {self.memory / GB:.3g} GB, {self.network / GB:.3g} GB/s{price}"
 
 
 @dataclass(frozen=True)
@@ -225,12 +239,11 @@ class Cost:
 
     def seconds_of(self, work: Work) -> float:
         """Arithmetic, then moving bytes: a worker does one after the other, all workers at once."""
-        moved = work.read + work.written + work.gathered
-        return work.worker_seconds / self.machines.workers + self.moving(moved)
+        return work.worker_seconds / self.machines.workers + self.moving(work)
 
-    def moving(self, moved: int) -> float:
-        """Seconds that bytes need between all nodes and the storage."""
-        return moved / (self.machines.network * self.machines.nodes)
+    def moving(self, work: Work) -> float:
+        """Seconds that bytes need between all nodes and the storage, and between nodes."""
+        return (work.read + work.written + work.gathered) / (self.machines.network * self.machines.nodes)
 
     @property
     def seconds(self) -> float:

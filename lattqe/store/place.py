@@ -7,6 +7,7 @@ either wholly there or not there at all, on disk and on S3 alike, whatever happe
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
@@ -21,11 +22,12 @@ Bytes: TypeAlias = bytes | memoryview | pa.Buffer
 
 
 class Traffic:
-    """Two numbers that only grow."""
+    """Numbers that only grow: bytes read and written, and requests to S3."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._read = self._written = 0
+        self._requests: Counter[str] = Counter()
         self._taken = (0, 0)
 
     def add(self, *, read: int = 0, written: int = 0) -> None:
@@ -33,6 +35,16 @@ class Traffic:
         with self._lock:
             self._read += read
             self._written += written
+
+    def ask(self, operation: str) -> None:
+        """Count a request, by its name in S3's interface."""
+        with self._lock:
+            self._requests[operation] += 1
+
+    def totals(self) -> dict[str, int]:
+        """All so far: "read" and "written" in bytes, and each kind of request."""
+        with self._lock:
+            return {"read": self._read, "written": self._written, **self._requests}
 
     def take(self) -> tuple[int, int]:
         """Bytes read and bytes written since the last call: what a worker sends along with its result."""

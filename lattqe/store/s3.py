@@ -94,6 +94,7 @@ class S3Place(Place):
 
         def attempt() -> T:
             try:
+                traffic.ask("HeadObject")
                 with clients().arrow().open_input_file(f"{self.bucket}/{self._key(name)}") as file:
                     return action(file)
             except OSError as error:
@@ -104,7 +105,7 @@ class S3Place(Place):
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset` on."""
-        data = self._read(name, lambda file: bytes(file.read_at(length, offset)))
+        data = self._read(name, lambda file: _ask_range(file, offset, length))
         if len(data) != length:
             raise LattqeError(
                 f"cannot read {self._uri(name)}: it ends at byte {offset + len(data)}, not {offset + length}"
@@ -150,6 +151,7 @@ class S3Place(Place):
 
     def _open(self, name: str) -> pa.NativeFile:
         try:
+            traffic.ask("HeadObject")
             return clients().arrow().open_input_file(f"{self.bucket}/{self._key(name)}")
         except OSError as error:
             self._find_cause(name)
@@ -252,16 +254,21 @@ class _Unclosable:
         """Stay open."""
 
 
+def _ask_range(file: pa.NativeFile, offset: int, length: int) -> bytes:
+    traffic.ask("GetObject")
+    return bytes(file.read_at(length, offset))
+
+
 def _read_whole(file: pa.NativeFile) -> pa.Buffer:
     size = file.size()
     if size <= RANGE_BYTES:
-        return file.read_buffer(size)
+        return pa.py_buffer(_ask_range(file, 0, size))
     whole = pa.allocate_buffer(size)
     target = np.frombuffer(whole, np.uint8)
 
     def read(offset: int) -> None:
         length = min(RANGE_BYTES, size - offset)
-        data = file.read_at(length, offset)
+        data = _ask_range(file, offset, length)
         if len(data) != length:
             raise OSError("the object changed its size while it was read")
         target[offset : offset + length] = np.frombuffer(data, np.uint8)

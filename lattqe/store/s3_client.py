@@ -19,7 +19,7 @@ from botocore.config import Config
 from pyarrow import fs
 
 from lattqe.errors import AlreadyExistsError, LattqeError
-from lattqe.store.place import MissingFileError, UnavailableError
+from lattqe.store.place import MissingFileError, UnavailableError, traffic
 
 T = TypeVar("T")
 logger = logging.getLogger("lattqe.store")
@@ -208,6 +208,7 @@ class Clients:
             self.boto: Any = session.client("s3", region_name=self._region, config=config)
         except ValueError as error:
             raise LattqeError("AWS_ENDPOINT_URL is not an address such as http://127.0.0.1:8333") from error
+        self.boto.meta.events.register("before-send.s3", _count_request)
         self._lock = threading.Lock()
         self._arrow: tuple[tuple[str | None, ...], fs.S3FileSystem] | None = None
 
@@ -239,6 +240,11 @@ class Clients:
             retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
             **override,
         )
+
+
+def _count_request(event_name: str, **_: Any) -> None:
+    """Count what boto3 is about to send: "before-send.s3.PutObject"."""
+    traffic.ask(event_name.rsplit(".", 1)[-1])
 
 
 @lru_cache(maxsize=8)

@@ -12,11 +12,12 @@ import ray
 from ray.cluster_utils import Cluster
 
 from cluster.graph import run_graph
-from cluster.graph_plan import Cut, agree_on_cut, cut_rows, plan_graph
+from cluster.graph_plan import agree_on_cut, plan_graph
 from cluster.graph_worker import GraphWorker
 from cluster.lists import file_name, find_lists, read_lists, write_lists
 from cluster.session import ray_session
 from cluster.shards import ShardedIndex
+from lattqe.cost import Cut, cut_rows
 from lattqe.errors import LattqeError
 from lattqe.search import knn_graph, topk
 from lattqe.search.graph import Lists
@@ -193,7 +194,7 @@ def test_the_plan_refuses_what_cannot_fit(local_ray, features, tmp_path, monkeyp
     task = GraphTask(features.uri, str(tmp_path / "graph"), K)
     plan = plan_graph(task, 2)
     assert plan.products == pytest.approx(900 * 900 / 2, rel=0.02)
-    assert plan.flops == 2 * plan.products * 24
+    assert plan.work.flops == 2 * plan.work.products * 24
     monkeypatch.setattr("cluster.graph_plan.worker_budget", lambda workers, device: 1 << 20)
     with pytest.raises(LattqeError, match="2 workers have 1 MiB each, but two blocks of 512 rows"):
         plan_graph(task, 2)

@@ -16,9 +16,10 @@ from ray.cluster_utils import Cluster
 
 from cluster.blocks import BlockPolicy
 from cluster.graph import run_graph
-from cluster.graph_plan import agree_on_cut, cut_rows, measure_worker, places, plan_graph, threads_for
+from cluster.graph_plan import agree_on_cut, measure_worker, places, plan_graph, threads_for
 from cluster.graph_worker import GraphWorker
 from cluster.session import ray_session
+from lattqe.cost import cut_rows
 from lattqe.device import pick_device
 from lattqe.errors import LattqeError
 from lattqe.search import knn_graph

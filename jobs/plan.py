@@ -1,0 +1,322 @@
+"""What a job takes before it runs: `--plan` of every job, and plans for sets and clusters that are not there."""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jobs.console import command, human_bytes, human_time, on_ray, print_json, run, show_table
+from lattqe.errors import LattqeError
+
+if TYPE_CHECKING:
+    from lattqe.cost import Cost, Machines, Work
+    from lattqe.cost.plans import Rows, Setting
+
+# Options of every job that does sizeable work.
+Plan = Annotated[
+    bool,
+    typer.Option(
+        "--plan", help="Print rows, products, bytes, requests, memory, time and money, and stop; nothing is written."
+    ),
+]
+Assume = Annotated[
+    str | None,
+    typer.Option(
+        help='With --plan: a cluster that is not there, as in "nodes=16,gpus=1,cpus=8,tflops=120,network=1.2GB/s,'
+        'price=0.5".'
+    ),
+]
+DISK_SPEED = 1e9  # bytes a second of a local disk: assumed
+
+
+def setting(
+    plan: bool,
+    assume: str | None,
+    rows: int,
+    workers: int | None,
+    address: str | None,
+    cache: str | None = None,
+    block_rows: int | None = None,
+    *,
+    always_on_ray: bool = False,
+) -> "Setting | None":
+    """Where the job that is to be planned would run; None: it is not to be planned but done."""
+    if not plan:
+        if assume is not None:
+            raise LattqeError("--assume belongs to --plan: add --plan, or leave it out")
+        return None
+    from cluster import runs_here
+    from lattqe.cost import parse_assumption
+    from lattqe.cost.plans import Setting
+
+    if assume is not None:
+        machines, here = replace(parse_assumption(assume), asked=workers), False
+    else:
+        here = block_rows is None and not always_on_ray and runs_here(rows, workers, address)
+        machines = this_machine() if here else replace(cluster_machines(address), asked=workers)
+    return Setting(machines, here, cache is not None, block_rows=block_rows)
+
+
+def this_machine() -> "Machines":
+    """Describe this machine as one worker with all cores that torch uses, or a GPU."""
+    import torch
+
+    from lattqe.cost import Machines
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Machines(1, torch.get_num_threads(), torch.cuda.device_count(), memory, network=DISK_SPEED, asked=1)
+
+
+def cluster_machines(address: str | None) -> "Machines":
+    """The nodes of the Ray that a job would join, or this machine with a worker for each core."""
+    if address is None and not os.environ.get("RAY_ADDRESS"):
+        return replace(this_machine(), asked=None)
+    with on_ray(address):
+        from cluster.graph_plan import connected_machines
+
+        return connected_machines()
+
+
+def tell(works: "Sequence[Work]", where: "Setting", remote: bool, json: bool) -> None:
+    """Print a plan; LattqeError where a worker has too little memory for it."""
+    from lattqe.cost import Cost
+
+    cost = Cost(works, where.machines, remote)
+    cost.check()
+    if json:
+        print_json(facts(cost))
+    for work in works:
+        show_table(f"plan: {work.stage}", stage_rows(cost, work), plan=True)
+    show_table("plan: all", totals(cost), plan=True)
+
+
+def facts(cost: "Cost") -> dict[str, Any]:
+    """A plan for scripts."""
+    machines = cost.machines
+    stages = [
+        {
+            "stage": work.stage,
+            "rows": work.rows,
+            "products": work.products,
+            "flops": work.flops,
+            "bytes_read": work.read,
+            "bytes_written": work.written,
+            "bytes_gathered": work.gathered,
+            "requests": vars(work.requests) if cost.remote else vars(type(work.requests)()),
+            "worker_bytes": work.worker_bytes,
+            "scratch_bytes": work.scratch,
+            "stored_bytes": work.stored,
+            "seconds": cost.seconds_of(work),
+            **work.facts,
+        }
+        for work in cost.stages
+    ]
+    return {
+        "machines": {name: value for name, value in vars(machines).items() if name != "asked"},
+        "workers": machines.workers,
+        "stages": stages,
+        "requests": vars(cost.requests),
+        "worker_bytes": cost.worker_bytes,
+        "seconds": cost.seconds,
+        "dollars": cost.dollars if machines.price else None,
+        "request_dollars": cost.requests.dollars,
+    }
+
+
+def stage_rows(cost: "Cost", work: "Work") -> dict[str, str]:
+    """One stage, for people."""
+    asked = work.requests
+    rows = {
+        "rows": f"{work.rows:,}",
+        **work.facts,
+        "products": f"{work.products:,} of two vectors" if work.products else "",
+        "arithmetic": amount(work.flops, "FLOP") if work.flops else "",
+        "read": human_bytes(work.read),
+        "written": human_bytes(work.written),
+        "gathered from other workers": human_bytes(work.gathered) if work.gathered else "",
+        "requests": requests_text(asked) if cost.remote else "none: a local disk",
+        "memory of a worker": human_bytes(work.worker_bytes),
+        "in storage meanwhile": human_bytes(work.scratch) if work.scratch else "",
+        "in storage afterwards": human_bytes(work.stored) if work.stored else "",
+        "time": human_time(cost.seconds_of(work)),
+    }
+    return {name: text for name, text in rows.items() if text}
+
+
+def requests_text(asked: Any) -> str:
+    """Requests by their price."""
+    return f"{asked.puts:,} PUT or LIST, {asked.gets:,} GET or HEAD, {asked.deletes:,} DELETE"
+
+
+def totals(cost: "Cost") -> dict[str, str]:
+    """All stages together, for people."""
+    machines = cost.machines
+    return {
+        "machines": f"{machines.size}: {machines.node}",
+        "workers": f"{machines.workers} with {machines.threads} cores each",
+        "memory of a worker": f"{human_bytes(cost.worker_bytes)} of {human_bytes(machines.budget)}",
+        "time": human_time(cost.seconds),
+        "money": money(cost),
+    }
+
+
+def money(cost: "Cost") -> str:
+    """Dollars, or how to get them told."""
+    asked = f", requests ${cost.requests.dollars:,.2f}" if cost.remote else ""
+    if not cost.machines.price:
+        return f'no price is known: --assume "price=0.5" (dollars for a node and hour){asked}'
+    return f"${cost.dollars:,.2f} with 10 minutes for the nodes to start{asked}"
+
+
+def amount(value: float, unit: str) -> str:
+    """2.05e15 -> '2.05 PFLOP'."""
+    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.0f} {unit}"
+
+
+def main(
+    sizes: Annotated[list[str], typer.Argument(metavar="ROWSxCOLUMNS...", help="Sets, as in 100000000x512.")],
+    k: Annotated[int, typer.Option("-k", min=1, help="Neighbors of each row in the graph.")] = 64,
+    method: Annotated[
+        str | None,
+        typer.Option(help="Also augment by this method; 'paper': the paper's network of as many columns, nDBA 48."),
+    ] = None,
+    hops: Annotated[int | None, typer.Option(min=1, max=64, help="Hops; by default the method's own.")] = None,
+    dtype: Annotated[str, typer.Option(help="float16 or float32.")] = "float16",
+    cache: Annotated[bool, typer.Option("--cache", help="Nodes keep on disk what they read from S3.")] = False,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(help='A cluster, as in "nodes=16,gpus=1,tflops=120,network=1.2GB/s,price=0.5"; one for each set.'),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print one table in Markdown on stdout.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON on stdout.")] = False,
+) -> None:
+    """Say what a graph and an augmentation of sets that are not there would take, with everything on S3.
+
+    Example: lattqe plan 100000000x512 -k 64 --method paper --assume "nodes=16,gpus=1,tflops=10,price=0.5"
+    """
+    from lattqe.cost import Cost, parse_assumption
+    from lattqe.cost.plans import Rows, Setting
+    from lattqe.store.tables import check_dtype
+
+    check_dtype(dtype)
+    clusters = [parse_assumption(text) for text in assume or ["nodes=1"]]
+    shapes = [read_size(text) for text in sizes]
+    count = max(len(clusters), len(shapes))
+    if {len(clusters), len(shapes)} - {1, count}:
+        raise LattqeError(f"{len(shapes)} sizes and {len(clusters)} times --assume: give as many, or one of them once")
+    columns: list[tuple[Rows, Cost]] = []
+    for number in range(count):
+        rows = Rows.sized(*shapes[number % len(shapes)], dtype)
+        where = Setting(clusters[number % len(clusters)], cached=cache)
+        columns.append((rows, Cost(hypothetical(rows, k, method, hops, where), where.machines)))
+        columns[-1][1].check()
+    if json:
+        print_json([facts(cost) for _, cost in columns])
+    elif markdown:
+        print("\n".join(markdown_table(columns)))
+    else:
+        for rows, cost in columns:
+            for work in cost.stages:
+                show_table(f"{rows.stored.rows:,} × {rows.dim}: {work.stage}", stage_rows(cost, work), plan=True)
+            show_table("all", totals(cost), plan=True)
+
+
+def hypothetical(rows: "Rows", k: int, method: str | None, hops: int | None, where: "Setting") -> "list[Work]":
+    """The stages of a graph, and of an augmentation where a method is named, over rows that are not there."""
+    from lattqe.cost import plans
+    from lattqe.cost.augment import weighing, weighing_of
+    from lattqe.cost.work import Stored
+    from lattqe.expansion import create
+    from lattqe.model.config import LAttQEConfig
+
+    if method is None:
+        if hops is not None:
+            raise LattqeError("--hops needs --method: name the method whose weights are the edges")
+        return [plans.neighbors([rows], k, where)]
+    number = hops or 1
+    if method == "paper":
+        weighs = weighing(rows.dim, 48, 48, LAttQEConfig(dim=rows.dim, heads=1))
+    else:
+        theta = create(method)
+        number = hops or theta.default_hops
+        weighs = weighing_of(theta, theta.suggested_k(dba=True), rows.dim, rows.stored.rows)
+    k = max(k, weighs.depth)
+    graph = plans.neighbors([rows], k, where)
+    stored = Stored.kind("neighbors", rows.stored.rows, k=k)
+    return [graph, *plans.augment(rows, weighs, number, where, graph=stored)]
+
+
+def read_size(text: str) -> tuple[int, int]:
+    """'100000000x512' -> (100000000, 512)."""
+    match = re.fullmatch(r"([\d_,]+)[x×]([\d_]+)", text)
+    rows, dim = (int(re.sub("[_,]", "", part) or 0) for part in match.groups()) if match else (0, 0)
+    if not (1 <= rows < 2**31 and 1 <= dim <= 1 << 20):
+        raise LattqeError(f"{text!r} is not a size: use ROWSxCOLUMNS, as in 100000000x512")
+    return rows, dim
+
+
+def markdown_table(columns: "Sequence[tuple[Rows, Cost]]") -> list[str]:
+    """Plans side by side, a column each; what no column has is left out."""
+    lines: list[tuple[str, list[str]]] = [
+        ("each node", [cost.machines.node for _, cost in columns]),
+        ("vectors", [decimal(rows.vector_bytes) for rows, _ in columns]),
+    ]
+    each: list[tuple[str, Callable[[Cost, Work], str]]] = [
+        ("arithmetic", lambda cost, work: amount(work.flops, "FLOP")),
+        ("cut", lambda cost, work: work.facts.get("blocks") or work.facts.get("cut", "")),
+        ("read, written", lambda cost, work: f"{decimal(work.read)}, {decimal(work.written)}"),
+        ("gathered from shards", lambda cost, work: decimal(work.gathered) if work.gathered else ""),
+        ("requests: PUT, GET", lambda cost, work: f"{work.requests.puts:,}, {work.requests.gets:,}"),
+        ("in storage meanwhile, afterwards", lambda cost, work: f"{decimal(work.scratch)}, {decimal(work.stored)}"),
+        ("memory of a worker", lambda cost, work: decimal(work.worker_bytes)),
+        ("time of arithmetic", lambda cost, work: human_time(work.worker_seconds / cost.machines.workers)),
+        ("time of moving bytes", lambda cost, work: human_time(cost.moving(work))),
+    ]
+    for number, work in enumerate(columns[0][1].stages):
+        for name, text in each:
+            texts = [text(cost, cost.stages[number]) for _, cost in columns]
+            lines.append((f"{work.stage}: {name}", texts))
+    lines += [
+        ("all: time", [human_time(cost.seconds) for _, cost in columns]),
+        (
+            "nodes, with 10 min of start",
+            [f"${cost.dollars - cost.requests.dollars:,.2f}" if cost.machines.price else "" for _, cost in columns],
+        ),
+        ("S3 requests", [f"${cost.requests.dollars:,.2f}" for _, cost in columns]),
+        ("S3, what stays, a month", [f"${monthly(rows, cost):,.2f}" for rows, cost in columns]),
+    ]
+    heads = [f"{count(rows.stored.rows)} × {rows.dim}, {cost.machines.size}" for rows, cost in columns]
+    table = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(columns)) + "|"]
+    return table + [f"| {name} | {' | '.join(texts)} |" for name, texts in lines if any(texts)]
+
+
+def monthly(rows: "Rows", cost: "Cost") -> float:
+    """Dollars for keeping vectors, graph and index on S3 for a month."""
+    from lattqe.cost.work import STORED_PRICE
+
+    return STORED_PRICE * (rows.stored.bytes + cost.total("stored"))
+
+
+def count(rows: int) -> str:
+    """100000000 -> '100M'."""
+    return f"{rows // 10**6}M" if rows >= 10**6 and rows % 10**6 == 0 else f"{rows:,}"
+
+
+def decimal(size: float) -> str:
+    """Bytes as networks and bills count them: 4.1 GB."""
+    for unit, least in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= least:
+            return f"{size / least:.3g} {unit}" if size / least < 1000 else f"{size / least:,.0f} {unit}"
+    return f"{size:.0f} B"
+
+
+app = command(main)
+
+if __name__ == "__main__":
+    run(app)

@@ -1,0 +1,238 @@
+"""The cost of the other stages: search, growth, training, extraction, import.
+
+Each function counts what the code of its stage does, in this process or on workers.
+"""
+
+from collections.abc import Sequence
+from math import exp
+from typing import Any
+
+from lattqe.cost.augment import NETWORK_SHARE, Weighing, weighing
+from lattqe.cost.graph import BASE_BYTES, graph_products, product_seconds, scoring_seconds
+from lattqe.cost.work import CLAIM_BYTES, DELETE, LOOK, MISSING, OPEN, PUT, Machines, Requests, Stored, Work
+from lattqe.model.config import LAttQEConfig
+
+# Values that one core normalises in float64 and stores as float16 in a second: benchmarks/cost.py.
+IMPORT_VALUES_PER_SECOND = 60e6
+PART_QUERIES = 8192  # of one part of the ranks, and the most that a death can cost
+BACKWARD = 3  # times the work of going forward that an update of a network takes: forward, and back for both factors
+
+
+def search(
+    database: Sequence[Stored],
+    queries: Stored,
+    dim: int,
+    k: int,
+    machines: Machines,
+    *,
+    itemsize: int = 2,
+    expansion: Weighing | None = None,
+    here: bool = True,
+) -> Work:
+    """Each query against each row, twice where it is expanded; shards hold the rows."""
+    rows, asked = sum(each.rows for each in database), queries.rows
+    rounds = 1 if expansion is None else 2
+    products = rounds * rows * asked
+    # Their ids are those of the queries, whatever is in a row of these beside its vector.
+    beside = max(queries.bytes // asked - dim * itemsize, 0)
+    ranks = Stored.planned(
+        [min(PART_QUERIES, asked - start) for start in range(0, asked, PART_QUERIES)], 8 * k + beside
+    )
+    shards = 1 if here else machines.workers
+    candidates = asked * shards * (k + (0 if expansion is None else expansion.depth))
+    seconds = products * product_seconds(dim, machines) + scoring_seconds(candidates, dim, machines.threads)
+    flops = 2.0 * products * dim
+    if expansion is not None:
+        seconds += expansion.seconds(asked, dim, machines)
+        flops += asked * expansion.flops
+    stored = sum(each.bytes for each in database)
+    return Work(
+        "search",
+        asked,
+        products,
+        flops,
+        stored + queries.bytes + sum(each.manifest for each in (*database, queries)),
+        ranks.written,
+        requests=sum((each.loading() for each in (*database, queries)), OPEN * (1 + len(database)))
+        + LOOK * 3
+        + ranks.publishing(),
+        worker_seconds=seconds,
+        worker_bytes=BASE_BYTES + -(-rows // shards) * dim * (itemsize + (4 if here else 0)),
+        stored=ranks.bytes,
+    )
+
+
+def measuring(rows: int, queries: int, dim: int, cells: int, machines: Machines) -> Work:
+    """Cells of a benchmark over the same rows: one search for all, then each one's ranks of its labelled rows."""
+    products = rows * queries * (1 + cells)
+    return Work(
+        "cells",
+        cells,
+        products,
+        2.0 * products * dim,
+        worker_seconds=products * product_seconds(dim, machines),
+        worker_bytes=BASE_BYTES + rows * dim * 8,
+    )
+
+
+def growth(
+    features: Stored,
+    graph: Stored,
+    joined: int,
+    removed: int,
+    dim: int,
+    weighs: Weighing,
+    machines: Machines,
+    *,
+    k: int,
+    itemsize: int = 2,
+) -> Work:
+    """Rows that join and leave an augmented index: newcomers meet all rows, lists that lost a member are searched anew.
+
+    Which lists those are is known only when they are read: a row is taken to stand in k lists, as it does on average.
+    """
+    rows = features.rows + joined - removed
+    stale = round(features.rows * (1 - exp(-removed * k / max(features.rows, 1))))
+    touched = joined + round(features.rows * (1 - exp(-(joined + removed) * weighs.depth / max(features.rows, 1))))
+    products = joined * (rows - joined) + graph_products(joined) + stale * rows
+    row = features.bytes // max(features.rows, 1)
+    grown = Stored.kind("neighbors", rows, k=k)
+    originals, index = (Stored.planned(_scaled(features.part_rows, rows), row) for _ in range(2))
+    seconds = products * product_seconds(dim, machines) + scoring_seconds(joined * k * 2, dim, machines.threads)
+    return Work(
+        "growth",
+        rows,
+        products,
+        2.0 * products * dim + touched * weighs.flops,
+        3 * features.bytes + 2 * graph.bytes + 3 * originals.bytes + grown.bytes,
+        originals.written + grown.written + 2 * index.written + 8 * rows,
+        requests=features.loading() * 3
+        + graph.loading() * 2
+        + originals.loading() * 3
+        + grown.loading()
+        + OPEN * 20
+        + originals.publishing()
+        + grown.publishing()
+        + index.publishing(),
+        worker_seconds=seconds + weighs.seconds(touched, dim, machines),
+        worker_bytes=BASE_BYTES + rows * (dim * itemsize + 8 * k * 2) + 2 * max(index.part_bytes),
+        stored=originals.bytes + grown.bytes + index.bytes,
+        facts={"rows touched": f"about {touched:,} of {rows:,}", "rows searched again": f"about {stale:,}"},
+    )
+
+
+def _scaled(part_rows: Sequence[int], rows: int) -> list[int]:
+    """Parts as large as these for another number of rows."""
+    each = max(part_rows)
+    return [min(each, rows - start) for start in range(0, max(rows, 1), each)]
+
+
+def training(
+    sets: Sequence[Stored],
+    validation: Sequence[Stored],
+    dim: int,
+    network: LAttQEConfig,
+    machines: Machines,
+    *,
+    steps: int,
+    batch: int,
+    k: int,
+    checks: int,
+    graph_k: int | None = None,
+) -> Work:
+    """Updates of a network by batches of lists; beside them the graphs that the sampler needs and the validations."""
+    rows, held_out = sum(each.rows for each in sets), sum(each.rows for each in validation)
+    weighs = weighing(dim, k, network.background or k, network)
+    graphs = sum(graph_products(each.rows) for each in sets) if graph_k else 0
+    lists = BACKWARD * steps * batch + checks * held_out
+    searched = checks * sum(each.rows**2 for each in validation)
+    products = graphs + searched
+    stored = sum(each.bytes for each in (*sets, *validation))
+    weights = 4 * parameters(network)
+    readings = machines.workers
+    return Work(
+        "training",
+        rows,
+        products,
+        lists * weighs.flops + 2.0 * products * dim,
+        stored * readings,
+        weights * 3 * (checks + 1),
+        requests=sum((each.loading() for each in (*sets, *validation)), Requests()) * readings
+        + (PUT * 2 + DELETE) * (checks + 1)
+        + MISSING,
+        worker_seconds=weighs.seconds(lists, dim, machines) + products * product_seconds(dim, machines),
+        worker_bytes=BASE_BYTES + stored + 16 * parameters(network) + batch * (1 + k) * dim * 4 * 4 * network.layers,
+        stored=weights,
+        facts={"updates": f"{steps:,} of {batch} queries", "validations": f"{checks:,}"},
+    )
+
+
+def parameters(network: LAttQEConfig) -> int:
+    """Numbers that a network learns, but for its small head."""
+    w = network.token_width
+    encoder = 2 * w * network.hidden + network.hidden + 5 * w + network.attention * (4 * w * w + 6 * w)
+    projected = network.dim * w if network.visual and network.width else 0
+    return network.layers * encoder + projected + network.positional * (1 + network.max_k) * w
+
+
+def extraction(
+    images: int,
+    image_bytes: int,
+    dim: int,
+    machines: Machines,
+    *,
+    itemsize: int,
+    flops: float,
+    block_rows: Sequence[int],
+) -> Work:
+    """Every image through a network of so many operations for one image at all scales; blocks, then the feature set."""
+    row = dim * itemsize + 24
+    blocks, features = Stored.planned(block_rows, row), Stored.kind("features", images, dim=dim, dtype=_name(itemsize))
+    return Work(
+        "extraction",
+        images,
+        flops=images * flops,
+        read=image_bytes + blocks.bytes,
+        written=blocks.written + features.written,
+        requests=Requests(gets=images) + blocks.publishing() + blocks.loading() + features.publishing() + OPEN * 2,
+        worker_seconds=images * flops / (machines.flops * (1 if machines.gpus else NETWORK_SHARE)),
+        worker_bytes=BASE_BYTES * 2 + max(blocks.part_bytes),
+        scratch=blocks.bytes,
+        stored=features.bytes,
+    )
+
+
+def importing(rows: int, dim: int, source_bytes: int, dtype: str, labels: bool) -> Work:
+    """Foreign files, read twice (their digest, their vectors) and written as a feature set."""
+    features = Stored.kind("features", rows, dim=dim, dtype=dtype, labels=labels)
+    return Work(
+        "import",
+        rows,
+        read=0,
+        written=features.bytes + CLAIM_BYTES + features.manifest,
+        requests=Requests(puts=5 + features.parts, gets=4, deletes=1),
+        worker_seconds=rows * dim / IMPORT_VALUES_PER_SECOND,
+        worker_bytes=BASE_BYTES // 2 + 2 * max(features.part_bytes),
+        stored=features.bytes,
+        facts={"bytes of the files": f"{source_bytes:,}"},
+    )
+
+
+def _name(itemsize: int) -> str:
+    return {2: "float16", 4: "float32"}[itemsize]
+
+
+def summed(stage: str, works: Sequence[Work], **facts: Any) -> Work:
+    """Many like stages as one: everything is added, memory is the most that one needs."""
+    sums = {
+        name: sum(getattr(work, name) for work in works)
+        for name in ("rows", "products", "flops", "read", "written", "gathered", "worker_seconds", "stored")
+    }
+    return Work(
+        stage,
+        requests=sum((work.requests for work in works), Requests()),
+        worker_bytes=max((work.worker_bytes for work in works), default=0),
+        scratch=max((work.scratch for work in works), default=0),
+        facts=dict(facts),
+        **sums,
+    )

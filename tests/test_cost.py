@@ -1,0 +1,256 @@
+"""The model of cost against counters of real runs; its refusals; the tables of the documentation."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import jobs.append
+import jobs.augment
+import jobs.import_
+import jobs.neighbors
+import jobs.plan
+import jobs.search
+from cluster.graph import Progress
+from cluster.graph_worker import GraphWorker
+from lattqe.cost import Cost, Machines, cut_rows, graph_of_pairs, parse_assumption
+from lattqe.cost.augment import weighing
+from lattqe.cost.plans import Rows
+from lattqe.cost.work import GET_OPERATIONS, PUT_OPERATIONS, Work
+from lattqe.errors import LattqeError
+from lattqe.model import LAttQE, LAttQEConfig
+from lattqe.search.stored import GraphTask, ProductClock, begin_graph
+from lattqe.store import FeatureSet, FeatureWriter, open_place
+from lattqe.store.place import traffic
+
+DIM, K = 32, 16
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+# Rows, and bytes of a part: many small parts, some, and few of several blocks each.
+SIZES = [(1500, 1 << 14), (3000, 1 << 16), (6000, 1 << 18)]
+
+
+def write(uri, rows, part_bytes, seed=0):
+    """A set of so many rows in parts of so many bytes."""
+    x = np.random.default_rng(seed).standard_normal((rows, DIM)).astype(np.float32)
+    with FeatureWriter(uri, DIM, "float16", part_bytes=part_bytes) as writer:
+        writer.append(x, [f"{seed}-{row:07d}" for row in range(rows)])
+    return FeatureSet.open(uri)
+
+
+def run(capsys, job, *arguments):
+    """Run a verb in this process: its JSON, and what it read, wrote and asked for."""
+    before = traffic.totals()
+    capsys.readouterr()
+    job.app([*map(str, arguments), "--json"], standalone_mode=False)
+    return json.loads(capsys.readouterr().out), counted_since(before)
+
+
+def counted_since(before):
+    return {name: total - before.get(name, 0) for name, total in traffic.totals().items()}
+
+
+def requests_of(counted):
+    """PUT, GET and DELETE requests, as they are paid for."""
+    kinds = (PUT_OPERATIONS, GET_OPERATIONS, ("DeleteObject",))
+    return [sum(counted.get(name, 0) for name in kind) for kind in kinds]
+
+
+def check(works, counted):
+    """Bytes and requests of a plan's stages against the counters, to 5 %, or one request of a few."""
+    for name in ("read", "written"):
+        assert sum(work[f"bytes_{name}"] for work in works) == pytest.approx(counted[name], rel=0.05), name
+    for kind, real in zip(("puts", "gets", "deletes"), requests_of(counted)):
+        assert sum(work["requests"][kind] for work in works) == pytest.approx(real, rel=0.05, abs=1), kind
+
+
+def jobs_of(base, queries):
+    """Every job that works in this process, one after the other."""
+    features, graph, index = f"{base}/features", f"{base}/graph", f"{base}/index"
+    dba = ("--method", "alphaqe", "-k", 10, "--neighbors", graph)
+    return [
+        (jobs.neighbors, (features, "-k", K, "--to", graph)),
+        (jobs.augment, (features, *dba, "--to", index)),
+        (jobs.augment, (features, *dba, "--hops", 3, "--to", f"{base}/hopped")),
+        (jobs.search, (index, queries, "-k", 10, "--expand", "alphaqe", "--nqe", 5, "--to", f"{base}/ranks")),
+    ]
+
+
+@pytest.mark.parametrize(("rows", "part_bytes"), SIZES)
+def test_bytes_and_products_are_as_planned(tmp_path, capsys, rows, part_bytes):
+    write(f"{tmp_path}/features", rows, part_bytes)
+    queries = write(f"{tmp_path}/queries", rows // 5, part_bytes, seed=1)
+    for job, arguments in jobs_of(tmp_path, queries.uri):
+        plan, planning = run(capsys, job, *arguments, "--plan")
+        assert planning["written"] == 0
+        assert not open_place(str(arguments[-1])).list()
+        done, counted = run(capsys, job, *arguments)
+        check(plan["stages"], counted)
+        if job is jobs.neighbors:
+            assert plan["stages"][0]["products"] == pytest.approx(done["products_made"], rel=0.05)
+
+
+def test_requests_to_s3_are_as_planned(s3_uri, capsys):
+    rows, part_bytes = SIZES[0]
+    write(f"{s3_uri}/features", rows, part_bytes)
+    queries = write(f"{s3_uri}/queries", rows // 5, part_bytes, seed=1)
+    for job, arguments in jobs_of(s3_uri, queries.uri):
+        plan, planning = run(capsys, job, *arguments, "--plan")
+        assert planning["written"] == 0
+        check(plan["stages"], run(capsys, job, *arguments)[1])
+
+
+def test_a_growth_is_about_as_planned(tmp_path, capsys):
+    """What touches what is known only afterwards: products of newcomers are certain, the rest is within a factor."""
+    write(f"{tmp_path}/features", 3000, 1 << 16)
+    new = write(f"{tmp_path}/new", 60, 1 << 16, seed=2)
+    _, make, *_ = jobs_of(tmp_path, "")
+    run(capsys, jobs.neighbors, f"{tmp_path}/features", "-k", K, "--to", f"{tmp_path}/graph")
+    run(capsys, make[0], *make[1])
+    arguments = (f"{tmp_path}/index", new.uri, "--to", f"{tmp_path}/grown")
+    (stage,) = run(capsys, jobs.append, *arguments, "--plan")[0]["stages"]
+    done, counted = run(capsys, jobs.append, *arguments)
+    assert stage["products"] == pytest.approx(done["products"], rel=0.05)
+    assert stage["bytes_read"] == pytest.approx(counted["read"], rel=0.3)
+    assert stage["bytes_written"] == pytest.approx(counted["written"], rel=0.3)
+
+
+@pytest.mark.parametrize(("rows", "part_bytes"), SIZES)
+def test_pairs_of_blocks_cost_what_they_should(tmp_path, rows, part_bytes):
+    pairs_as_planned(str(tmp_path), rows, part_bytes, remote=False)
+
+
+def test_pairs_of_blocks_ask_s3_as_planned(s3_uri):
+    pairs_as_planned(s3_uri, *SIZES[1], remote=True)
+
+
+def pairs_as_planned(base, rows, part_bytes, remote):
+    """A worker of the graph does all pairs without Ray; its counters are held against the model."""
+    features = write(f"{base}/features", rows, part_bytes)
+    task, cut = GraphTask(features.uri, f"{base}/graph", K), cut_rows(rows, 0, 3, rows)
+    threads = torch.get_num_threads()
+    pending, made, before = begin_graph(task), [], traffic.totals()
+    worker = GraphWorker(task, cut)
+    worker.clock = ProductClock(made.append)
+    progress = Progress(task, cut, pending, 1, lambda products: None)
+    items = progress.possible()
+    while items:
+        for item in items:
+            worker.compare(*item) if len(item) > 1 else worker.assemble(*item)
+        told = {"peak_bytes": 0, "worker": "", "busy": 0.0, "seconds": {"waiting": 0.0}, "stale": False}
+        items = [further for item in items for further in progress.done(item, told)]
+    pending.finish()
+    torch.set_num_threads(threads)
+    counted = counted_since(before)
+    work = graph_of_pairs([Rows.of(features).stored], DIM, K, cut, Machines(cpus=1), remote=remote)
+    assert work.products == pytest.approx(sum(made), rel=0.05)
+    # The verb opens its sets some more times than this loop, and claims the destination.
+    assert work.read == pytest.approx(counted["read"], rel=0.05)
+    assert work.written == pytest.approx(counted["written"], rel=0.05)
+    if remote:
+        puts, gets, deletes = requests_of(counted)
+        assert work.requests.puts == pytest.approx(puts, rel=0.05, abs=3)
+        assert work.requests.gets == pytest.approx(gets, rel=0.05, abs=15)
+        assert work.requests.deletes == pytest.approx(deletes, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [LAttQEConfig(dim=64, heads=4, layers=3), LAttQEConfig(dim=64, heads=4, layers=2, width=32, ffn=48)],
+    ids=["paper", "narrow"],
+)
+def test_the_work_of_a_network_is_counted_as_torch_counts_it(network):
+    n, k = 3, 20
+    plain = sdpa_kernel(SDPBackend.MATH)  # the other kernels are not counted
+    with FlopCounterMode(display=False) as counter, torch.inference_mode(), plain:
+        LAttQE(network).eval()(torch.randn(n, 1 + k, network.dim), torch.ones(n, 1 + k, dtype=torch.bool))
+    predicted = weighing(network.dim, k, k, network).flops
+    assert predicted == pytest.approx(counter.get_total_flops() / n, rel=0.05)
+
+
+def test_an_assumption_is_read_with_its_units():
+    machines = parse_assumption("nodes=16, gpus=1,cpus=8,tflops=120,network=1.2GB/s,price=0.5,memory=64GiB")
+    assert machines == Machines(16, 8, 1, 64 * 2**30, tflops=120.0, network=1.2e9, price=0.5)
+    assert parse_assumption("network=300MB/s").network == 300e6
+    assert machines.workers == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nodse=16", "'nodse=16': keys are nodes, gpus, cpus"),
+        ("nodes", "'nodes': keys are"),
+        ("", "'': keys are"),
+        ("nodes=0", "nodes is a whole number from 1"),
+        ("nodes=1.5", "nodes is a whole number from 1"),
+        ("gpus=-1", "gpus is a whole number from 0"),
+        ("price=-0.5", "price is dollars for a node and hour"),
+        ("price=nan", "price is dollars"),
+        ("network=1.2", "network is such as 1.2GB/s"),
+        ("network=-1GB/s", "network is such as 1.2GB/s"),
+        ("network=0GB/s", "network is such as 1.2GB/s"),
+        ("network=fastGB/s", "network is such as 1.2GB/s"),
+        ("memory=32", "memory is such as 32GB"),
+        ("nodes=2,nodes=3", "names nodes twice"),
+        ("tflops=120", "tflops is of a GPU, and gpus is 0: add gpus=1"),
+        ("gpus=0,gpu_memory=24GB", "gpu_memory is of a GPU"),
+    ],
+)
+def test_a_wrong_assumption_is_one_line_that_names_its_key(text, says):
+    with pytest.raises(LattqeError, match=re.escape(says)) as caught:
+        parse_assumption(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_planned_is_refused(tmp_path):
+    features = write(f"{tmp_path}/features", 200, 1 << 16)
+    arguments = [features.uri, "--to", f"{tmp_path}/graph"]
+
+    def refused(job, *more):
+        with pytest.raises(LattqeError) as caught:
+            job.app([*arguments, *more], standalone_mode=False)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "--assume belongs to --plan" in refused(jobs.neighbors, "--assume", "nodes=2")
+    assert "keys are" in refused(jobs.neighbors, "--plan", "--assume", "nodse=2")
+    assert "two blocks of 512 rows" in refused(jobs.neighbors, "--plan", "--assume", "nodes=2,memory=500MB,cpus=4")
+    assert "use fewer workers" in refused(jobs.augment, "--plan", "--assume", "nodes=1,memory=600MB,cpus=1")
+    with pytest.raises(LattqeError, match=r"needs .* for each of 8 workers"):
+        Cost([Work("graph", 1, worker_bytes=10**12)], Machines()).check()
+    with pytest.raises(LattqeError, match="'1Mx512' is not a size"):
+        jobs.plan.app(["1Mx512"], standalone_mode=False)
+    assert not open_place(f"{tmp_path}/graph").list()
+
+
+def test_more_machines_take_less_time_and_products_stay(capsys):
+    sizes = [jobs.plan, "10000000x512", "-k", 64]
+    one, _ = run(capsys, *sizes, "--assume", "nodes=1,gpus=1,price=0.5")
+    many, _ = run(capsys, *sizes, "--assume", "nodes=8,gpus=1,price=0.5")
+    assert many[0]["stages"][0]["products"] == pytest.approx(one[0]["stages"][0]["products"], rel=0.02)
+    assert many[0]["seconds"] < one[0]["seconds"] / 4
+    assert one[0]["dollars"] > 0
+
+
+def documented_tables():
+    """Every table that the documentation says is printed by `lattqe plan`, after its command."""
+    found = []
+    for page in sorted(DOCS.glob("*.md")):
+        for command, table in re.findall(r"```bash\n(lattqe plan [^`]*?)```\n+((?:\|.*\n)+)", page.read_text()):
+            found.append(pytest.param(command.replace("\\\n", " "), table, id=page.stem))
+    return found
+
+
+def test_tables_are_documented():
+    assert {each.id for each in documented_tables()} >= {"cluster", "scale"}
+
+
+@pytest.mark.parametrize(("command", "table"), documented_tables())
+def test_tables_of_the_documentation_are_what_the_command_prints(capsys, command, table):
+    jobs.plan.app(shlex.split(command)[2:], standalone_mode=False)
+    assert capsys.readouterr().out == table
