@@ -4,7 +4,7 @@
 
 Prints each stage's measured seconds beside what the fitted constants say, and the constants. They stand in
 `lattqe/cost/work.py` (CORE_FLOPS), `graph.py` (SELECT_SECONDS, SCORE_SECONDS, SCORE_COLUMN_SECONDS), `augment.py`
-(NETWORK_SHARE, GATHER_BYTES_PER_SECOND, HOP_BYTES_PER_SECOND, MUTUAL) and `stages.py` (IMPORT_VALUES_PER_SECOND).
+(NETWORK_SHARE, GATHER_BYTES_PER_SECOND, HOP_BYTES_PER_SECOND) and `stages.py` (IMPORT_VALUES_PER_SECOND).
 """
 
 import time
@@ -93,14 +93,14 @@ def networks() -> None:
 
 
 def flowing() -> None:
-    """Hops, the share of mutual edges, and storing."""
+    """Hops, and normalising what is stored."""
     x = clustered(20_000, 128)
     rows = np.concatenate([np.arange(len(x), dtype=np.int32)[:, None], knn_graph(x, 32)[0]], axis=1)
     weights = np.full(rows.shape, 1 / 33, np.float32)
     W = directed(weights, rows, len(x))
     S = transition(W, W.T.tocsr(), weights[:, 0], 0)
     took = spent(lambda: hopped(S, x, x, 0.9))
-    print(f"HOP_BYTES_PER_SECOND {4 * S.nnz * x.shape[1] / took:.3g}   MUTUAL {2 - (S.nnz - len(x)) / W.nnz:.2f}")
+    print(f"HOP_BYTES_PER_SECOND {4 * S.nnz * x.shape[1] / took:.3g}")
     print(f"IMPORT_VALUES_PER_SECOND {x.size / spent(lambda: normalised(x, 'float16')):.3g}")
 
 

@@ -8,20 +8,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmark_sets import small_run
+from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from training_sets import TINY, write_set
 
 import jobs.append
 import jobs.augment
+import jobs.benchmark
+import jobs.extract
 import jobs.import_
 import jobs.neighbors
 import jobs.plan
 import jobs.search
+import jobs.train
 from cluster.graph import Progress
 from cluster.graph_worker import GraphWorker
 from lattqe.cost import Cost, Machines, cut_rows, graph_of_pairs, parse_assumption
 from lattqe.cost.augment import weighing
-from lattqe.cost.plans import Rows
+from lattqe.cost.plans import Rows, Setting
 from lattqe.cost.work import GET_OPERATIONS, PUT_OPERATIONS, Work
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE, LAttQEConfig
@@ -118,6 +124,39 @@ def test_a_growth_is_about_as_planned(tmp_path, capsys):
     assert stage["products"] == pytest.approx(done["products"], rel=0.05)
     assert stage["bytes_read"] == pytest.approx(counted["read"], rel=0.3)
     assert stage["bytes_written"] == pytest.approx(counted["written"], rel=0.3)
+
+
+def test_other_jobs_are_planned_too_and_write_nothing(tmp_path, capsys):
+    """Importing, describing images, training and benchmarks: each with an assumption, none with Ray."""
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((300, DIM)).astype(np.float32))
+    (tmp_path / "photos").mkdir()
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "photos" / "red.png")
+    trained = write_set(tmp_path, "trained", 0, 8, 6)
+    held_out = write_set(tmp_path, "held-out", 1, 8, 6, first_label=100)
+    tiny = [word for change in TINY for word in ("--set", change)]
+    train = [trained, "--val", held_out, "--preset", "paper", *tiny]
+    extract = [f"{tmp_path}/photos", "--encoder", "tiny_encoder:make", "--size", "32"]
+    assume = ["--plan", "--assume", "nodes=2,gpus=1,price=0.5", "--to", f"{tmp_path}/nothing"]
+    for job, arguments in ((jobs.import_, [f"{tmp_path}/x.npy"]), (jobs.extract, extract), (jobs.train, train)):
+        plan, counted = run(capsys, job, *arguments, *assume)
+        (stage,) = plan["stages"]
+        assert counted["written"] == 0
+        assert stage["rows"] > 0
+        assert plan["seconds"] > 0
+        assert plan["dollars"] > 0
+    assert not (tmp_path / "nothing").exists()
+    with pytest.raises(LattqeError, match="--device cuda, but the planned machines have no GPU"):
+        jobs.extract.app(
+            [*extract, "--device", "cuda", "--plan", "--assume", "nodes=2", "--to", "x"], standalone_mode=False
+        )
+
+
+def test_a_benchmark_is_planned_as_far_as_it_is_chosen(tmp_path):
+    chosen = small_run(tmp_path / "data")
+    works = jobs.benchmark.planned(chosen, f"{tmp_path}/results", None, None, Setting(Machines(asked=1), here=True))
+    assert works[-1].stage == "cells"
+    assert works[-1].products > 0
+    assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize(("rows", "part_bytes"), SIZES)

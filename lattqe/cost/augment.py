@@ -17,13 +17,15 @@ PROCESS_BYTES = 300 << 20  # Python, Ray, torch and a small model, where the pro
 WARM_BYTES = 48 << 20
 SEAL = 16  # bytes before each unfinished piece
 OPENS = 8  # times that `lattqe augment` opens its sets and their graph
-# Share of a core's speed in products that small networks reach, and bytes of vectors that one core gathers in a
-# second. Fitted by benchmarks/cost.py to the paper's network and the one that ships, 128 and 512 columns.
-NETWORK_SHARE = 0.4
-GATHER_BYTES_PER_SECOND = 1.5e9
-HOP_BYTES_PER_SECOND = 1.5e9  # of vectors that a hop adds up
-# Share of edges that run both ways, of the photographs' graphs at k = 32.
-MUTUAL = 0.5
+# Share of a core's speed in products that the network that ships reaches, and bytes of vectors that a core gathers and
+# averages in a second: fitted by benchmarks/cost.py to 3,000 rows of 128 and of 512 columns. The paper's network, whose
+# products are wider, reaches 0.4 (docs/results/augment.md).
+NETWORK_SHARE = 0.24
+GATHER_BYTES_PER_SECOND = 1.0e9
+# Bytes of vectors that a core adds up in a hop: 20,000 rows of 128 columns, 32 edges each (benchmarks/cost.py).
+HOP_BYTES_PER_SECOND = 3.2e9
+# Share of edges that run both ways: 0.55 to 0.60 of the photographs' graphs, 128 columns, k = 32.
+MUTUAL = 0.57
 FOLD_BYTES = 80  # for each edge from or to a band, while its rows of S are put together
 
 

@@ -35,8 +35,15 @@ START_SECONDS = 600.0
 
 
 # What S3 calls its operations, by their price.
-PUT_OPERATIONS = ("PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload")
-PUT_OPERATIONS += ("ListObjectsV2", "ListMultipartUploads", "AbortMultipartUpload")
+PUT_OPERATIONS = (
+    "PutObject",
+    "CreateMultipartUpload",
+    "UploadPart",
+    "CompleteMultipartUpload",
+    "ListObjectsV2",
+    "ListMultipartUploads",
+    "AbortMultipartUpload",
+)
 GET_OPERATIONS = ("GetObject", "HeadObject")
 
 
