@@ -5,7 +5,7 @@
 
 The real commands run on a local Ray: `lattqe augment` once, then `lattqe append` with 20 rows, with 200 rows, and with
 20 rows leaving; each result is held against `lattqe neighbors` and `lattqe augment` of the joined set. Goals: at most
-1.1 times the touched share of the cost from scratch, plus the own search of each new row (and of each row whose list
+1.1 times the touched share of the cost from scratch, plus the search for each new row (and of each row whose list
 lost a member); the graph equal row number for row number, the vectors (stored in float32 here) within 1e-6.
 """
 

@@ -26,7 +26,7 @@ def main(
     artifact = open_artifact(uri)
     facts = describe(artifact)
     if isinstance(artifact, NeighborGraph) and not isinstance(artifact, Ranks):
-        from lattqe.search.statistics import graph_statistics
+        from lattqe.search.stored import graph_statistics
 
         statistics = graph_statistics(artifact)
         facts["graph"] = statistics.to_dict()

@@ -1,7 +1,7 @@
-"""Events: what a job does, one record each, for log files and for anybody else who listens.
+"""Events: what a job does, one record each, for log files and other listeners.
 
 They go through Python's `logging`, to the logger `lattqe.events`, with their fields in `record.fields`; nothing is
-printed anywhere unless somebody adds a handler. `lattqe JOB --log-file FILE` does.
+printed anywhere unless a handler is added. `lattqe JOB --log-file FILE` does.
 """
 
 import logging

@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from s3_server import S3Server
 from xdist.scheduler import LoadScopeScheduling
 
 from cluster.session import ray_session
+from jobs import cli
 
 # Before anything imports Ray: workers inherit these.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -28,6 +30,25 @@ settings.register_profile("lattqe", deadline=None)
 settings.load_profile("lattqe")
 
 PROJECT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def call_lattqe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Call the `lattqe` command in this process, `call_lattqe("info", folder)`: (exit code, stdout, stderr)."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lattqe", *map(str, words)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -189,7 +189,7 @@ class Source(Protocol):
         """The name of the file that holds it."""
 
     def index_seconds(self, cell: Cell) -> dict[str, float] | None:
-        """What graph and augmentation of the cell's database took, where it has any and somebody wrote it down."""
+        """What graph and augmentation of the cell's database took, where it has any and that was written down."""
 
     def query_ids(self, dataset: str) -> list[str]:
         """The names of a data set's queries."""

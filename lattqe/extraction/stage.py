@@ -150,7 +150,7 @@ class Describer:
             for row in rows:  # an exported encoder that does not take this size
                 reasons[row] = f"refused by the encoder: {' '.join(str(error).split())[:200]}"
             return None
-        except Exception as error:  # a fault of somebody's own encoder, whatever the image
+        except Exception as error:  # a fault of a user's own encoder, whatever the image
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise LattqeError(
                 f"the encoder failed with {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from lattqe.benchmark.spec import GRAPH_METHODS, is_learned
 from lattqe.expansion import METHODS
-from lattqe.search.statistics import GraphStatistics
+from lattqe.search.stored import GraphStatistics
 
 matplotlib.use("Agg")
 

@@ -45,7 +45,7 @@ class State:
 class Checkpoints:
     """Reads and writes the state of one training; only the leading worker writes.
 
-    A state takes the place of the very one that was read or written here before. So a run that somebody else has
+    A state takes the place of the very one that was read or written here before. So a run that another has
     overtaken (a worker that was frozen or cut off, a second driver) ends, and never brings back a state whose files
     are gone.
     """
@@ -93,8 +93,7 @@ class Checkpoints:
             self.place.replace(STATE, data, self._seen)
         except ChangedError:
             raise LattqeError(
-                f"somebody else trains to {self.place.uri} too: let them finish, or stop them and give "
-                "the same command again"
+                f"another run trains to {self.place.uri} too: let it finish, or stop it and give the same command again"
             ) from None
         self._seen = data
         for name in old - {entry["name"] for entry in state.files.values()}:

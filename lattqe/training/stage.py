@@ -15,10 +15,9 @@ from torch import nn
 from lattqe.errors import LattqeError
 from lattqe.expansion.base import aggregate
 from lattqe.model import LAttQE
-from lattqe.training.augmented import in_augmented_world, through_hops
 from lattqe.training.checkpoint import Team, Tensors, optimizer_tensors, restore_optimizer
 from lattqe.training.config import LOSSES, TrainingConfig
-from lattqe.training.losses import total_loss
+from lattqe.training.losses import in_augmented_world, through_hops, total_loss
 from lattqe.training.sampling import Batch, SlotMasks, use_slot_dropout
 
 COSINE_FLOOR = 0.02  # of the full rate, where the cosine ends

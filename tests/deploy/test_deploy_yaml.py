@@ -48,7 +48,7 @@ def test_ray_makes_no_security_group_of_its_own(aws):
 
     assert _create_default_ssh_inbound_rules()[0]["IpRanges"] == [{"CidrIp": "0.0.0.0/0"}]
     before = copy.deepcopy(aws)
-    assert _configure_security_group(copy.deepcopy(aws)) == before, "nothing was added, and nobody was asked"
+    assert _configure_security_group(copy.deepcopy(aws)) == before, "nothing was added, and AWS was not asked"
     assert all(kind["node_config"]["SecurityGroupIds"] for kind in aws["available_node_types"].values())
 
 

@@ -168,8 +168,8 @@ def test_blocks_do_not_show(monkeypatch):
 @pytest.mark.parametrize("name", ["aqe", "aqewd", "alphaqe", "dqe"])
 def test_no_neighbors_leaves_the_vector(name):
     x, neighbors, scores, _ = random_lists(4, 3, 0, 8)
-    nobody = np.zeros((4, 3), dtype=bool)
-    np.testing.assert_allclose(create(name).expand(x, neighbors, scores, nobody).vectors, x, atol=1e-6)
+    none_valid = np.zeros((4, 3), dtype=bool)
+    np.testing.assert_allclose(create(name).expand(x, neighbors, scores, none_valid).vectors, x, atol=1e-6)
     empty = create(name).expand(x, neighbors[:, :0], scores[:, :0])
     np.testing.assert_allclose(empty.vectors, x, atol=1e-6)
 

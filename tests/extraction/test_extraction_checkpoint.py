@@ -154,7 +154,7 @@ def test_hostile_file_runs_nothing(tmp_path, where, legacy):
     with pytest.raises(LattqeError, match=r"refused.*(posix|nt)\.system"):
         read_checkpoint(data, "evil.pth")
     assert not canary.exists()
-    if legacy:  # the canary sings where nobody is careful
+    if legacy:  # the canary sings where loading is careless
         torch.load(io.BytesIO(data), weights_only=False)
         assert canary.exists()
 

@@ -120,10 +120,10 @@ def test_hostile_names_are_text_everywhere(tmp_path: Path, monkeypatch: pytest.M
     [
         ("short", "roxford5k: .*4992 rows, but imlist of the ground truth 4993 .missing: [a-z_]+_00"),
         ("long", "4994 rows, but imlist of the ground truth 4993: distractors belong into"),
-        ("renamed", "row 5 of the database .* is 'nobody', but imlist says '[a-z_]+_00.*': they are other images"),
+        ("renamed", "row 5 of the database .* is 'unknown', but imlist says '[a-z_]+_00.*': they are other images"),
         ("shuffled", "another order: sort them"),
         ("queries missing", "69 rows, but qimlist of the ground truth 70 .missing: "),
-        ("queries renamed", "row 0 of the queries .* is 'nobody', but qimlist says"),
+        ("queries renamed", "row 0 of the queries .* is 'unknown', but qimlist says"),
     ],
 )
 def test_features_that_do_not_fit_are_refused_by_name(
@@ -137,13 +137,13 @@ def test_features_that_do_not_fit_are_refused_by_name(
     if change == "long":
         imlist.append("distractor")
     if change == "renamed":
-        imlist[5] = "nobody"
+        imlist[5] = "unknown"
     if change == "shuffled":
         imlist[:2] = imlist[1::-1]
     if change == "queries missing":
         qimlist.pop()
     if change == "queries renamed":
-        qimlist[0] = "nobody"
+        qimlist[0] = "unknown"
     done = CliRunner().invoke(app, prepare(tmp_path, path, imlist, qimlist))
     assert isinstance(done.exception, LattqeError)
     with pytest.raises(LattqeError, match=words):

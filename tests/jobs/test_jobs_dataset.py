@@ -3,13 +3,11 @@
 import json
 import pickle
 import shutil
-import sys
 
 import numpy as np
 import pytest
 import scipy.io
 
-from jobs import cli
 from lattqe.datasets.revisited import load_gnd, published
 from lattqe.evaluation import score_ranking
 from lattqe.store import FeatureSet, open_place
@@ -18,20 +16,9 @@ DIM = 24
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(call_lattqe):
     """Call `lattqe dataset` in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["lattqe", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return call
+    return call_lattqe
 
 
 def unit(x):

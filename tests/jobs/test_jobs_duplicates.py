@@ -2,13 +2,12 @@
 
 import csv
 import json
-import sys
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from jobs import cli
 from jobs.train import warn_of_leakage
 from lattqe.duplicates import find_groups, find_leakage, leakage_warnings
 from lattqe.errors import LattqeError
@@ -19,18 +18,9 @@ DIM = 16
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["lattqe", "duplicates", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return call
+def run(call_lattqe):
+    """Call `lattqe duplicates` in this process: (exit code, stdout, stderr)."""
+    return partial(call_lattqe, "duplicates")
 
 
 def write(uri, x, ids=None, labels=None, part_bytes=1500):

@@ -6,12 +6,12 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import scipy.io
 
-from jobs import cli
 from lattqe import store
 from lattqe.store import FeatureSet, open_place
 from lattqe.store.artifacts import verify_artifact
@@ -25,21 +25,10 @@ def unit(matrix, dtype=np.float16):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(monkeypatch, call_lattqe, tmp_path):
     """Call `lattqe import` in this process, in a folder of its own: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["lattqe", "import", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return call
+    return partial(call_lattqe, "import")
 
 
 def refusal(result):

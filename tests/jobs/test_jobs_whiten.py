@@ -2,33 +2,21 @@
 
 import io
 import json
-import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from jobs import cli
 from lattqe.extraction.resnet import Checkpoint
 from lattqe.store import FeatureSet, FeatureWriter
 from lattqe.whitening import Whitening
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(call_lattqe):
     """Call `lattqe whiten` in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["lattqe", "whiten", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return call
+    return partial(call_lattqe, "whiten")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -109,18 +110,9 @@ def world(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["lattqe", "gallery", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return call
+def run(call_lattqe):
+    """Call `lattqe gallery` in this process: (exit code, stdout, stderr)."""
+    return partial(call_lattqe, "gallery")
 
 
 @pytest.fixture(scope="module")

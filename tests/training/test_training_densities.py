@@ -10,9 +10,9 @@ from lattqe.augmentation.hops import hop as sparse_hop
 from lattqe.errors import LattqeError
 from lattqe.evaluation.truth import keep_of_each
 from lattqe.model import LAttQE
-from lattqe.training import augmented
 from lattqe.training.checkpoint import Team
 from lattqe.training.densities import DensitySampler, _around
+from lattqe.training.losses import hop
 from lattqe.training.plan import join
 from lattqe.training.presets import preset
 from lattqe.training.stage import Stage
@@ -95,7 +95,7 @@ def test_the_dense_hop_of_training_is_the_sparse_hop_of_use(data):
     near = scores.topk(6).indices
     weights = torch.rand(90, 7, generator=torch.Generator().manual_seed(0)) - 0.2
     weights[:, 0] = weights[:, 0].abs()
-    ours = augmented.hop(weights, near, x, torch.tensor(0.8), 4)
+    ours = hop(weights, near, x, torch.tensor(0.8), 4)
     rows = np.concatenate([np.arange(90)[:, None], near.numpy()], axis=1)
     assert np.allclose(ours.numpy(), sparse_hop(weights.numpy(), rows, x.numpy(), 0.8, 4), atol=1e-5)
 
@@ -107,7 +107,7 @@ def test_where_only_some_rows_hop_the_others_stay(data):
     scores[torch.arange(len(own)), own] = -2
     near = scores.topk(5).indices
     weights = torch.rand(len(own), 6, generator=torch.Generator().manual_seed(1))
-    ours = augmented.hop(weights, near, x, torch.tensor(0.7), 3, own)
+    ours = hop(weights, near, x, torch.tensor(0.7), 3, own)
     W = np.zeros((60, 60))
     for row, (w, lists) in enumerate(zip(weights.numpy(), near.numpy())):
         W[own[row], lists] = w[1:]
@@ -125,8 +125,8 @@ def test_where_only_some_rows_hop_the_others_stay(data):
     np.testing.assert_allclose(ours[own].numpy(), expected[own], atol=1e-5)
     everywhere = torch.arange(len(own))
     lists, some = torch.searchsorted(own, own[near % len(own)]), x[own]
-    whole = augmented.hop(weights, lists, some, torch.tensor(0.7), 3)
-    assert torch.equal(whole, augmented.hop(weights, lists, some, torch.tensor(0.7), 3, everywhere))
+    whole = hop(weights, lists, some, torch.tensor(0.7), 3)
+    assert torch.equal(whole, hop(weights, lists, some, torch.tensor(0.7), 3, everywhere))
 
 
 def test_what_hops_is_the_positives_and_what_lies_nearest_to_the_queries(data):

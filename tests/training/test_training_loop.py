@@ -271,9 +271,9 @@ def test_whoever_is_overtaken_stops_and_leaves_the_other_state_whole(tmp_path: P
     state = other.load()
     for state.step in (2, 3):
         other.save(state, last={"x": torch.full((2,), float(state.step))})
-    with pytest.raises(LattqeError, match="somebody else trains to"):
+    with pytest.raises(LattqeError, match="another run trains to"):
         frozen.save(State(step=2), last={"x": torch.zeros(2)})
-    with pytest.raises(LattqeError, match="somebody else trains to"):
+    with pytest.raises(LattqeError, match="another run trains to"):
         Checkpoints(open_place(str(tmp_path))).save(State(), last={"x": torch.zeros(2)})
     found = other.load()
     assert found.step == 3
