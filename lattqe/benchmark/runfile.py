@@ -1,5 +1,7 @@
 """Reading a run's TOML file: every key checked, nothing assumed in silence."""
 
+import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS, create
 
 MOST_BYTES = 1 << 20  # of a run's file: more is not written by hand
+MOST_NESTED = 8
+MANY_DOTS = re.compile(rb"""(?:[\w"'-]+[ \t]*\.[ \t]*){64}""")
 MOST_NUMBER = 10**6  # of neighbors, and of resamples: beyond it memory ends before sense does
 RUN_KEYS = {"title", "dataset", "distractors", "method", "ablation", "ablations", "nqe_sweep", "published", "bootstrap"}
 
@@ -40,6 +44,8 @@ def load_run(path: str | Path) -> Run:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
             raise LattqeError(f"{path} has more than {MOST_BYTES:,} bytes: a run's file names data, it holds none")
+        if MANY_DOTS.search(data):  # time grows with the square of their number
+            raise RecursionError
         content = tomllib.loads(data.decode())
     except OSError as error:
         raise LattqeError(f"cannot read {path}: {error.strerror}: give a TOML file, or a preset") from error
@@ -52,6 +58,7 @@ def load_run(path: str | Path) -> Run:
 
 def parse_run(content: Mapping[str, Any], folder: Path, where: str) -> Run:
     """Make a Run of parsed TOML; unknown keys, wrong types and contradictions are refused by name."""
+    _check_values(content, where)
     top = Entry(content, folder, where)
     top.known(RUN_KEYS)
     run = Run(
@@ -70,6 +77,21 @@ def parse_run(content: Mapping[str, Any], folder: Path, where: str) -> Run:
     )
     _check_run(run, where)
     return run
+
+
+def _check_values(content: Mapping[str, Any], where: str) -> None:
+    """Refuse what cannot even be shown in a message: numbers beyond 64 bits, and tables nested by dots for ever."""
+    todo: list[tuple[Any, int]] = [(content, 0)]
+    while todo:
+        value, depth = todo.pop()
+        if depth > MOST_NESTED:
+            raise LattqeError(f"{where}: its values are nested too deeply")
+        if isinstance(value, int) and abs(value) >= 1 << 63:
+            raise LattqeError(f"{where} has a number beyond 64 bits")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise LattqeError(f"{where} has {value} where a number is needed")
+        if isinstance(value, Mapping | list):
+            todo += [(each, depth + 1) for each in (value.values() if isinstance(value, Mapping) else value)]
 
 
 def _check_run(run: Run, where: str) -> None:

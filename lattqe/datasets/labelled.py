@@ -22,6 +22,7 @@ from lattqe.datasets.prepare import Folder, MatrixFile, Progress, Report, lackin
 from lattqe.errors import LattqeError
 from lattqe.evaluation.truth import LabelTruth
 from lattqe.formats import pickle_file
+from lattqe.formats.matrix import read_header
 from lattqe.formats.source import local_files
 from lattqe.store import FeatureSet, FeatureWriter
 
@@ -29,6 +30,13 @@ PHOTO_SETS = ("cub200", "cars196", "grocery81", "caltech101")
 PHOTO_SPLITS = {"train": 0, "val": 1, "test": 2}
 HALVES = ("train", "val")  # of SfM-120k
 ENVIRONMENT = "LATTQE_DATA"
+
+PHOTO_FILES = {
+    "vectors": (2, "f"),
+    "labels": (1, "iu"),
+    "split": (1, "iu"),
+    "isquery": (1, "b"),
+}  # sides, kinds of values
 
 # Sets are joined, or used as each other's distractors, with labels that do not collide.
 LABEL_OFFSET = 1000
@@ -89,12 +97,14 @@ def load_photos(name: str, split: str, folder: str | Path | None = None, *, colu
         raise LattqeError(f"unknown split {split!r}: choose one of {', '.join(PHOTO_SPLITS)}")
     folder = photos_folder(folder)
     vectors, labels, splits, isquery = (
-        _array(folder / f"{name}_{part}.npy") for part in ("vectors", "labels", "split", "isquery")
+        _array(folder / f"{name}_{part}.npy", *kind) for part, kind in PHOTO_FILES.items()
     )
     if not len(vectors) == len(labels) == len(splits) == len(isquery):
         raise LattqeError(f"the files of {name} in {folder} do not have the same number of rows")
     if columns is not None and not 1 <= columns <= vectors.shape[1]:
         raise LattqeError(f"columns must be 1..{vectors.shape[1]}, got {columns}")
+    if len(labels) and not 0 <= labels.min() <= labels.max() < LABEL_OFFSET:
+        raise LattqeError(f"{name} has labels {labels.min()}..{labels.max()}: they must be 0..{LABEL_OFFSET - 1}")
     mine = splits == PHOTO_SPLITS[split]
     return PhotoSplit(
         name, split, *_rows(mine & ~isquery, name, vectors, labels, columns),
@@ -107,16 +117,27 @@ def _rows(
 ) -> tuple[NDArray[np.float32], NDArray[np.int32], list[str]]:
     rows = np.flatnonzero(mask)
     x = vectors[rows, :columns].astype(np.float32)
-    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    lengths = np.linalg.norm(x, axis=1, keepdims=True)
+    wrong = np.flatnonzero(~((lengths > 0) & np.isfinite(lengths)))
+    if len(wrong):
+        raise LattqeError(f"the vector of row {rows[wrong[0]]} of {name} has length {lengths[wrong[0], 0]}")
+    x /= lengths
     offset = PHOTO_SETS.index(name) * LABEL_OFFSET
     return x, (labels[rows] + offset).astype(np.int32), [f"{name}_{row:05d}" for row in rows]
 
 
-def _array(path: Path) -> NDArray[Any]:
+def _array(path: Path, sides: int, kinds: str) -> NDArray[Any]:
+    """The array in a file, mapped; refused where it has another number of sides or another kind of values."""
+    if not path.is_file():
+        raise LattqeError(f"cannot read {path}: there is no such file")
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+        read_header(path)  # damaged ones are told in one line
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, OverflowError) as error:
         raise LattqeError(f"cannot read {path}: {error}") from error
+    if array.ndim != sides or array.dtype.kind not in kinds:
+        raise LattqeError(f"{path} holds {array.dtype} values of shape {array.shape}: it is no such file of photos")
+    return array
 
 
 @dataclass(frozen=True)

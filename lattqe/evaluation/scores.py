@@ -218,10 +218,16 @@ class Scores:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "Scores":
-        """The scores that `to_dict` described."""
-        ap, ks = np.array(content["ap"], dtype=np.float64), tuple(content["ks"])
-        precision = np.array(content["precision"], dtype=np.float64).reshape(len(ap), len(ks))
-        return cls(content["setup"], ap, np.array(content["positives"], dtype=np.int64), precision, ks)
+        """The scores that `to_dict` described; ValueError where they are impossible."""
+        try:
+            ap, ks = np.array(content["ap"], dtype=np.float64), tuple(content["ks"])
+            precision = np.array(content["precision"], dtype=np.float64).reshape(len(ap), len(ks))
+            positives = np.array(content["positives"], dtype=np.int64)
+        except OverflowError as error:
+            raise ValueError("a number beyond 64 bits") from error
+        if ap.ndim != 1 or positives.shape != ap.shape or not ((ap >= 0) & (ap <= 1)).all():  # nor NaN
+            raise ValueError("no average precisions from 0 to 1, one for each query")
+        return cls(content["setup"], ap, positives, precision, ks)
 
 
 def evaluate(

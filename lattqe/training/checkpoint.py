@@ -5,7 +5,6 @@ A checkpoint lies in `_work/` of the destination: tensors as safetensors, the re
 state or the one before. Files that no state names any more are deleted afterwards.
 """
 
-import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,14 +12,19 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import xxhash
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import ChangedError, MissingFileError, Place
+from lattqe.store.manifest import parse_json, seal_json, unseal_json
 
 READS = 3  # of a file that does not match its checksum, before it counts as damaged
 STATE = "_work/state.json"
+STAGES = ("network", "temperature", "choice")
+MOST_STEPS = 1 << 53
+MOST = 1e300
 Tensors = dict[str, torch.Tensor]
 
 CPU = torch.device("cpu")
@@ -58,22 +62,33 @@ class Checkpoints:
         """The state of an earlier run, or that of a new one."""
         try:
             self._seen = self.place.read(STATE)
-            return State(**json.loads(self._seen))
         except MissingFileError:
             self._seen = None
             return State()
-        except (ValueError, TypeError) as error:
-            raise CorruptDataError(
-                f"{self.place.uri}/{STATE} is damaged ({error}): delete {self.place.uri} and train again"
-            ) from error
+        where = f"{self.place.uri}/{STATE}"
+        try:
+            body = parse_json(self._seen, where)
+            state = State(**(unseal_json(self._seen, where) if "seal" in body else body))  # 0.1.0 wrote none
+        except (CorruptDataError, TypeError) as error:
+            raise CorruptDataError(f"{where} is damaged ({error}): delete {self.place.uri} and train again") from error
+        if not _possible(state):
+            raise CorruptDataError(f"{where} is no state of a training: delete {self.place.uri} and train again")
+        return state
 
     def tensors(self, state: State, role: str) -> Tensors:
         """The tensors that the state names for a role ("last" or "best"), checksum checked."""
-        entry = state.files[role]
+        entry = state.files.get(role)
+        if entry is None:
+            raise CorruptDataError(
+                f"{self.place.uri}/{STATE} names no {role} weights: delete {self.place.uri} and train again"
+            )
         for _ in range(READS):  # a large one comes in ranges, whose damage on the way only our checksum finds
             data = self.place.read(entry["name"])
             if xxhash.xxh3_128_hexdigest(data) == entry["checksum"]:
-                return safetensors.torch.load(data)
+                try:
+                    return safetensors.torch.load(data)
+                except (SafetensorError, ValueError, KeyError):
+                    break
         raise CorruptDataError(
             f"{self.place.uri}/{entry['name']} is not what was written: delete {self.place.uri} and train again"
         )
@@ -88,7 +103,7 @@ class Checkpoints:
             name = f"_work/{role}-{state.step:08d}-{checksum[:8]}.safetensors"
             self.place.write(name, data)
             state.files[role] = {"name": name, "checksum": checksum}
-        data = json.dumps(asdict(state), allow_nan=False).encode()
+        data = seal_json(asdict(state))
         try:
             self.place.replace(STATE, data, self._seen)
         except ChangedError:
@@ -98,6 +113,53 @@ class Checkpoints:
         self._seen = data
         for name in old - {entry["name"] for entry in state.files.values()}:
             self.place.delete(name)
+
+
+def _possible(state: State) -> bool:
+    """Whether every value is of the kind that `save` writes: the file may have been edited."""
+    return (
+        state.stage in STAGES
+        and _is_step(state.step)
+        and _is_number(state.seconds)
+        and isinstance(state.history, list)
+        and all(map(_is_entry, state.history))
+        and (state.best is None or (_numbers(state.best) and {"step", "map"} <= set(state.best)))
+        and isinstance(state.files, dict)
+        and all(map(_is_file, state.files.values()))
+    )
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or entry.get("stage") not in STAGES or not _is_step(entry.get("step")):
+        return False
+    found = entry.get("map", {})
+    return (
+        {"time", "seconds"} <= set(entry)
+        and _numbers({name: value for name, value in entry.items() if name not in ("stage", "map")})
+        and isinstance(found, dict)
+        and all(k.isdigit() and _numbers(means) and "mean" in means for k, means in found.items())
+    )
+
+
+def _is_file(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and set(entry) == {"name", "checksum"}
+        and all(isinstance(text, str) for text in entry.values())
+        and entry["name"].startswith("_work/")
+    )
+
+
+def _numbers(values: Any) -> bool:
+    return isinstance(values, dict) and all(map(_is_number, values.values()))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -MOST <= value <= MOST  # nor NaN
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_STEPS
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> Tensors:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from lattqe.errors import LattqeError
+from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.model import LAttQE
 from lattqe.model.encoder import Head
 from lattqe.store import open_place
 from lattqe.training import validation
-from lattqe.training.checkpoint import Checkpoints, State, Team
+from lattqe.training.checkpoint import Checkpoints, State, Team, Tensors
 from lattqe.training.config import TrainingConfig
 from lattqe.training.densities import DensitySampler
 from lattqe.training.plan import Plan, TrainingData, load
@@ -91,7 +91,7 @@ class Training:
             following = "choice" if self.config.network.gated else "temperature"
             self._run_stage(Stage(network, self.config, self.team), self.config.steps, following)
             self._agree()
-        network.load_state_dict(self.checkpoints.tensors(self.state, "best"))
+        self._put_back(network.load_state_dict, "best")
         if not self.config.network.gated:  # gates of rows are trained with the rest
             self._run_temperature(network)
         self._publish(network, self._choose(network))
@@ -104,7 +104,18 @@ class Training:
         if self.state.stage == "temperature":
             self._run_stage(stage, self.total, "choice")
         else:
-            stage.restore(self.checkpoints.tensors(self.state, "last"))
+            self._put_back(stage.restore, "last")
+
+    def _put_back(self, put: Callable[[Tensors], object], role: str) -> None:
+        """Give a checkpoint's tensors to what they belong to."""
+        tensors = self.checkpoints.tensors(self.state, role)
+        try:
+            put(tensors)
+        except (RuntimeError, KeyError):  # names or shapes
+            raise CorruptDataError(
+                f"the {role} checkpoint in {self.place.uri}/_work is of another network: delete {self.place.uri} and "
+                "train again"
+            ) from None
 
     def _agree(self) -> None:
         """Wait until the leader has written, and read it: only the leader knows the names of its files."""
@@ -115,7 +126,7 @@ class Training:
         """Train one stage up to update number `stop`, from wherever its last checkpoint is."""
         state = self.state
         if state.history and state.history[-1]["stage"] == state.stage:
-            stage.restore(self.checkpoints.tensors(state, "last"))
+            self._put_back(stage.restore, "last")
         slots = stage.masks.slots
         each = self.config.batch // self.config.slots
         part = slice(slots.start * each, slots.stop * each)
@@ -277,15 +288,15 @@ def learning_curve(history: History) -> bytes:
 
     entries = [entry for entry in history if entry["stage"] == "network" and "loss" in entry]
     # A fixed salt and no date: equal curves are equal files.
-    with matplotlib.rc_context({"svg.hashsalt": "lattqe", "svg.fonttype": "none"}):
+    with matplotlib.rc_context({"svg.hashsalt": "lattqe", "svg.fonttype": "none", "text.parse_math": False}):
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         left, right = figure.subplots(1, 2)
         left.plot([e["step"] for e in entries], [e["loss"] for e in entries], color="#444444")
         left.set(xlabel="updates", ylabel="loss", title="training loss")
         validated = [entry for entry in history if "map" in entry]
         for k in validated[-1]["map"] if validated else ():
-            values = [entry["map"][k]["mean"] for entry in validated]
-            right.plot([entry["step"] for entry in validated], values, marker="o", markersize=3, label=f"{k} neighbors")
+            points = [(entry["step"], entry["map"][k]["mean"]) for entry in validated if k in entry["map"]]
+            right.plot(*zip(*points), marker="o", markersize=3, label=f"{k} neighbors")
         right.set(xlabel="updates", ylabel="mAP (%)", title="validation, mean of the sets")
         if validated:
             right.legend(frameon=False)

@@ -23,6 +23,7 @@ from lattqe.report import render_page, to_csv
 from lattqe.search import FlatIndex
 from lattqe.search.index import SmallIndex
 from lattqe.store import FeatureSet, FeatureWriter, open_place
+from lattqe.store.manifest import canonical_json, checksum
 
 FACTS = {"inputs": {}, "run": {}, "warnings": [], "published": {}}
 
@@ -122,12 +123,22 @@ def test_a_complete_run_measures_nothing_and_a_lost_or_damaged_cell_alone(bench:
         assert _numbers(again, cell) == _numbers(bench, cell)
 
 
+def forge(content: dict, **values: list) -> None:
+    """Change the first scores and make the checksum fit."""
+    content.pop("checksum")
+    content["scores"][0].update(values)
+    content["checksum"] = checksum(canonical_json(content))
+
+
 @pytest.mark.parametrize(
     "change",
     [
         lambda content: content["scores"][0].update(ap=[1.0] * len(content["scores"][0]["ap"])),
         lambda content: content.update(scores=[]),
         lambda content: content.pop("checksum"),
+        lambda content: forge(content, ap=[2.0]),
+        lambda content: forge(content, positives=[10**30]),
+        lambda content: forge(content, ap=[], precision=[]),
     ],
 )
 def test_an_edited_cell_is_measured_again(bench: Bench, run: Run, change) -> None:

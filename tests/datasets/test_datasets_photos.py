@@ -109,3 +109,35 @@ def test_wrong_use_is_refused(small, monkeypatch):
         photos_folder()
     with pytest.raises(LattqeError, match=r"it is not a folder"):
         photos_folder(small / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("part", "array", "words"),
+    [
+        ("vectors", np.zeros(3), "no such file of photos"),
+        ("vectors", np.ones((12, 8), np.int8), "no such file of photos"),
+        ("labels", np.full(12, 5000), "must be 0..999"),
+        ("isquery", np.zeros(12), "no such file of photos"),
+        ("vectors", np.full((12, 8), np.nan), "has length nan"),
+        ("vectors", np.zeros((12, 8)), "has length 0"),
+    ],
+)
+def test_files_of_another_kind_are_refused(small, part, array, words):
+    rows = len(np.load(small / "cub200_labels.npy"))
+    np.save(small / f"cub200_{part}.npy", np.resize(array, (rows, *array.shape[1:])))
+    with pytest.raises(LattqeError, match=words):
+        load_photos("cub200", "train", small)
+
+
+def test_damaged_headers_are_one_line(small):
+    """What the fuzzer found: numpy ends some of them with an error of its tokenizer, or of C."""
+    sound = (small / "cub200_labels.npy").read_bytes()
+    for damaged in (
+        sound.replace(b"}", b"\n"),
+        sound.replace(b"(", b"(9" + b"9" * 20 + b",")[: len(sound)],
+        sound[:9],
+        b"",
+    ):
+        (small / "cub200_labels.npy").write_bytes(damaged)
+        with pytest.raises(LattqeError, match="cub200_labels"):
+            load_photos("cub200", "train", small)

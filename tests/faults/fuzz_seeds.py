@@ -12,8 +12,14 @@ import pyarrow.parquet as pq
 import safetensors.torch
 import scipy.io
 import torch
+from PIL import Image
 
-from lattqe.store import FeatureWriter, Pending, neighbors_table, save_model
+from lattqe.benchmark.cells import Cell, Measured
+from lattqe.evaluation import LabelTruth, score_ranking
+from lattqe.model import LAttQE
+from lattqe.model.config import LAttQEConfig
+from lattqe.store import FeatureWriter, Pending, neighbors_table, open_place, ranks_table, save_model
+from lattqe.training.checkpoint import Checkpoints, State
 
 X = np.random.default_rng(5).standard_normal((6, 4)).astype(np.float32)
 IDS = [f"bild-{row}" for row in range(len(X))]
@@ -106,8 +112,138 @@ def truth_seeds() -> dict[str, list[bytes]]:
     }
 
 
+def sfm_seeds() -> list[bytes]:
+    """The published database of landmarks, in small."""
+    half = {"cids": IDS, "cluster": LABELS, "qidxs": [0, 1], "pidxs": [3, 4]}
+    arrays = {name: value if name == "cids" else np.array(value) for name, value in half.items()}
+    return [pickle.dumps({"train": each, "val": half}, protocol) for each in (half, arrays) for protocol in (2, 4)]
+
+
+def photo_files() -> dict[str, bytes]:
+    """One set of photographs: vectors, labels, splits and which are queries."""
+    arrays = {"vectors": X, "labels": np.array(LABELS), "split": np.array([0, 0, 1, 2, 2, 2]), "isquery": X[:, 0] > 0}
+    return {name: _bytes(np.save, array) for name, array in arrays.items()}
+
+
+RUN = """title = "Nacht"
+published = false
+bootstrap = 50
+nqe_sweep = [1, 2]
+[[dataset]]
+name = "a"
+database = "features"
+queries = "features"
+truth = "labels"
+[[dataset]]
+name = "b"
+database = "features"
+queries = "features"
+role = "validation"
+[[distractors]]
+name = "far"
+features = "features"
+of = "a"
+[[method]]
+method = "aqe"
+nqe = 2
+ndba = 3
+[[method]]
+method = "alphaqe"
+label = "with \\u00fc"
+choose = "validation"
+nqe = [1, 2, 4]
+alpha = [1.0, 3]
+[[method]]
+method = "diffusion"
+choose = "test"
+k = [2, 4]
+[[method]]
+method = "lattqe"
+model = "network"
+nqe = 2
+[[ablation]]
+label = "no position"
+model = "network"
+nqe = 4
+"""
+
+
+def image_seeds() -> list[bytes]:
+    """A small picture in every format that is decoded, and some modes."""
+    pixels = np.random.default_rng(0).integers(0, 256, (7, 9, 3)).astype(np.uint8)
+    picture = Image.fromarray(pixels)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return [
+        *(
+            _bytes(lambda sink, name=name, options=options: picture.save(sink, name, **options))
+            for name, options in (
+                ("PNG", {"exif": exif}),
+                ("JPEG", {"exif": exif}),
+                ("JPEG", {"progressive": True}),
+                ("WEBP", {"lossless": True}),
+                ("WEBP", {}),
+                ("GIF", {}),
+                ("BMP", {}),
+                ("TIFF", {}),
+                ("TIFF", {"compression": "tiff_lzw"}),
+                ("PPM", {}),
+                ("JPEG2000", {}),
+                ("AVIF", {}),
+            )
+        ),
+        *(
+            _bytes(lambda sink, mode=mode: picture.convert(mode).save(sink, "PNG"))
+            for mode in ("1", "L", "LA", "P", "RGBA", "I;16")
+        ),
+        _bytes(lambda sink: picture.save(sink, "GIF", save_all=True, append_images=[picture.rotate(90)])),
+    ]  # fmt: skip
+
+
+def network_file_seeds() -> list[bytes]:
+    """Network files in the published layouts, cut short: what they lack is told, whatever else is in them."""
+    state = {"features.0.weight": torch.ones(2, 3, 1, 1), "pool.p": torch.full((1,), 3.0)}
+    meta = {
+        "architecture": "resnet50",
+        "pooling": "gem",
+        "whitening": True,
+        "mean": [0.5, 0.5, 0.5],
+        "std": [0.2, 0.2, 0.2],
+        "Lw": {"a": {"ss": {"m": X[:1].T.astype(np.float64), "P": X.astype(np.float64)}}},
+    }
+    saved = ({"meta": meta, "state_dict": state}, {"conv1.weight": torch.ones(2, 3, 1, 1), "fc.bias": torch.ones(2)})
+    return [_bytes(lambda sink, each=each: torch.save(each, sink)) for each in saved]
+
+
+def make_work(folder: Path) -> Path:
+    """A training that has stopped: its state and the tensors of two roles."""
+    history = [
+        {"step": 2, "stage": "network", "time": 1e9, "loss": 0.5, "temperature": 1.0, "seconds": 1.0},
+        {
+            "step": 4,
+            "stage": "network",
+            "time": 1e9,
+            "loss": 0.4,
+            "seconds": 2.0,
+            "map": {"4": {"a": 51.0, "mean": 51.0}},
+        },
+    ]
+    state = State("network", 4, 2.0, history, {"step": 4, "map": 51.0})
+    tensors = {"network.w": torch.from_numpy(X)}
+    Checkpoints(open_place(str(folder / "training"))).save(state, last=tensors, best=tensors)
+    return folder / "training"
+
+
+def cell_seed() -> bytes:
+    """One cell of a benchmark."""
+    scores = score_ranking(
+        np.array([[0, 3, 1], [4, 0, 5]]), LabelTruth(np.array(LABELS), query_labels=np.array([0, 1]))
+    )
+    return Measured(tuple(scores.values()), None, {"search": 0.1}, 10).to_bytes(Cell("a", None, None, None))
+
+
 def make_things(folder: Path) -> list[Path]:
-    """A feature set, a neighbor graph and a model, finished."""
+    """A feature set, a neighbor graph, ranks and models, finished."""
     with FeatureWriter(str(folder / "features"), 4, labels=True, part_bytes=40) as writer:
         writer.append(X, IDS, np.array(LABELS, np.int32))
     neighbors = (np.arange(6)[:, None] + [[1, 2]]) % 6
@@ -117,5 +253,23 @@ def make_things(folder: Path) -> list[Path]:
         rows = slice(3 * part, 3 * part + 3)
         pending.publish(part, neighbors_table(neighbors[rows].astype(np.int32), scores[rows]))
     pending.finish()
+    ranks = Pending.begin(str(folder / "ranks"), "ranks", {"k": 2}, part_rows=[6])
+    ranks.publish(0, ranks_table(IDS, neighbors.astype(np.int32), scores))
+    ranks.finish()
     save_model(str(folder / "model"), {"w": X, "step": np.int64(3)}, {"dim": 4}, {"map": 0.5})
-    return [folder / "features", folder / "graph", folder / "model"]
+    torch.manual_seed(0)
+    LAttQE(
+        LAttQEConfig(
+            dim=4,
+            relational=True,
+            relation_bias=True,
+            gated=True,
+            visual=False,
+            width=4,
+            heads=1,
+            layers=1,
+            max_k=4,
+            background=4,
+        )
+    ).save(str(folder / "network"), {"nqe": 2, "ndba": 2, "nqe_with_dba": 2})
+    return [folder / name for name in ("features", "graph", "ranks", "model", "network")]

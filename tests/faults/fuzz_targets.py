@@ -4,21 +4,46 @@ import io
 import json
 import random
 import shutil
+import tomllib
 import warnings
 import zipfile
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
+import torch
 from fuzz_mutations import mutated, mutated_json
-from fuzz_seeds import X, importer_seeds, make_things, side_seeds, truth_seeds
+from fuzz_seeds import (
+    RUN,
+    X,
+    cell_seed,
+    image_seeds,
+    importer_seeds,
+    make_things,
+    make_work,
+    network_file_seeds,
+    photo_files,
+    sfm_seeds,
+    side_seeds,
+    truth_seeds,
+)
 
+from lattqe.benchmark.cells import Measured
+from lattqe.benchmark.runfile import load_run, parse_run
+from lattqe.datasets.labelled import load_photos, load_sfm120k
 from lattqe.datasets.revisited import load_gnd
 from lattqe.errors import LattqeError
+from lattqe.extraction.image import BadImage, Framing, decode
+from lattqe.extraction.resnet import read_checkpoint
 from lattqe.formats import open_source
-from lattqe.store import FeatureSet, FeatureWriter, Manifest, NeighborGraph, Part, load_model, open_artifact
+from lattqe.model import LAttQE
+from lattqe.store import FeatureSet, FeatureWriter, Manifest, NeighborGraph, Part, load_model, open_artifact, open_place
 from lattqe.store import parts as store_parts
 from lattqe.store.artifacts import verify_artifact
-from lattqe.store.manifest import parse_manifest
+from lattqe.store.manifest import canonical_json, parse_manifest
+from lattqe.training.checkpoint import STATE, Checkpoints
+from lattqe.training.loop import learning_curve, tensorboard_events
 
 warnings.simplefilter("ignore")
 
@@ -140,6 +165,8 @@ class Stored:
         elif isinstance(opened, NeighborGraph):
             rows, scores = opened.read()
             check(rows.shape == scores.shape == (opened.rows, opened.k), "a graph of another shape")
+        elif self.original.name == "network":
+            LAttQE.load(str(thing))
         elif opened.manifest.kind == "model":
             load_model(str(thing))
         verify_artifact(str(thing))
@@ -149,6 +176,154 @@ class Stored:
         if isinstance(opened, FeatureSet):
             lengths = np.linalg.norm(opened.read().astype(np.float64), axis=1)
             check(bool((np.abs(lengths - 1) < 5e-3).all()), "verified vectors are not normalised")
+
+
+class Photos:
+    """A set of photographs, one of its files damaged."""
+
+    name = "data set photos"
+
+    def run(self, folder: Path, rng: random.Random) -> None:
+        files = photo_files()
+        victim = rng.choice(list(files))
+        for part, data in files.items():
+            other = files[rng.choice(list(files))]
+            (folder / f"cub200_{part}.npy").write_bytes(mutated(data, rng, other) if part == victim else data)
+        found = load_photos("cub200", rng.choice(("train", "val", "test")), folder)
+        for vectors, labels, ids in (
+            (found.xb, found.labels, found.ids),
+            (found.xq, found.query_labels, found.query_ids),
+        ):
+            check(vectors.ndim == 2 and len(vectors) == len(labels) == len(ids), "arrays of different lengths")
+            check(vectors.dtype == np.float32 and labels.dtype == np.int32, "arrays of another type")
+            check(bool(np.isfinite(vectors).all()), "vectors are not finite")
+
+
+class Landmarks:
+    """The published database of SfM-120k."""
+
+    name = "data set SfM-120k"
+
+    def run(self, folder: Path, rng: random.Random) -> None:
+        (folder / "db.pkl").write_bytes(mutated(rng.choice(sfm_seeds()), rng, rng.choice(sfm_seeds())))
+        half = load_sfm120k(folder / "db.pkl", rng.choice(("train", "val")))
+        check(len(half.ids) == len(half.labels), "lists of different lengths")
+        rows = np.concatenate([half.query_rows, half.positive_rows])
+        check(bool(((rows >= 0) & (rows < len(half.ids))).all()), "a row outside of the images")
+        half.positives_of_rows()
+
+
+class RunFile:
+    """A benchmark's TOML: damaged text, or sound text with other values."""
+
+    name = "run .toml"
+
+    def __init__(self, things: Path) -> None:
+        self.things = things
+
+    def run(self, folder: Path, rng: random.Random) -> None:
+        if rng.random() < 0.5:
+            path = folder / "run.toml"
+            path.write_bytes(mutated(RUN.replace('"network"', f'"{self.things}/network"').encode(), rng, RUN.encode()))
+            run = load_run(path)
+        else:
+            content = tomllib.loads(RUN)
+            for _ in range(rng.choice((1, 1, 2))):
+                content = mutated_json(content, rng)
+            if not isinstance(content, dict):
+                return
+            run = parse_run(content, self.things, "run.toml")
+        check(bool(run.datasets_of("test")) and bool(run.entries), "a run that measures nothing")
+        check(0 < run.bootstrap <= 10**6, "any number of resamples")
+
+
+class Picture:
+    """An image file."""
+
+    name = "image"
+
+    def __init__(self) -> None:
+        self.seeds = image_seeds()
+
+    def run(self, folder: Path, rng: random.Random) -> None:
+        data = mutated(rng.choice(self.seeds), rng, rng.choice(self.seeds))
+        box = (1.0, 1.0, 6.5, 5.0) if rng.random() < 0.3 else None
+        framing = Framing(size=8) if rng.random() < 0.5 else Framing(center_crop=4)
+        try:
+            pixels = decode(data, framing, box)
+        except BadImage as error:
+            raise LattqeError(str(error)) from error
+        check(pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.dtype == np.uint8, "no RGB picture")
+        check(max(pixels.shape[:2]) <= 8, "a larger picture than asked for")
+
+
+class NetworkFile:
+    """A published network file, `.pth`."""
+
+    name = "network .pth"
+
+    def __init__(self) -> None:
+        self.seeds = network_file_seeds()
+
+    def run(self, folder: Path, rng: random.Random) -> None:
+        seed, other = rng.choice(self.seeds), rng.choice(self.seeds)
+        read_checkpoint(_rezipped(seed, rng, other) if rng.random() < 0.7 else mutated(seed, rng, other), "net.pth")
+
+
+class TrainingWork:
+    """What a stopped training has left, read as the same command does to go on."""
+
+    name = "training checkpoint"
+
+    def __init__(self, original: Path) -> None:
+        self.original = original
+
+    def run(self, folder: Path, rng: random.Random) -> None:
+        shutil.copytree(self.original, folder / "training")
+        place = open_place(str(folder / "training"))
+        victim = rng.choice([STATE, STATE, *place.list()])
+        path = folder / "training" / victim
+        if victim == STATE and rng.random() < 0.6:
+            path.write_bytes(_resealed(path.read_bytes(), rng))
+        else:
+            path.write_bytes(mutated(path.read_bytes(), rng, path.read_bytes()))
+        checkpoints = Checkpoints(place)
+        state = checkpoints.load()
+        for role in ("last", "best"):
+            tensors = checkpoints.tensors(state, role)
+            check(all(torch.is_tensor(tensor) for tensor in tensors.values()), "something else than tensors")
+        checkpoints.save(state, last=tensors)
+        tensorboard_events(state.history)
+        if rng.random() < 0.02:  # a figure takes a tenth of a second
+            ElementTree.fromstring(learning_curve(state.history))
+
+
+class BenchmarkCell:
+    """A cell of a benchmark: what is damaged is measured again."""
+
+    name = "benchmark cell"
+
+    def __init__(self) -> None:
+        self.seed = cell_seed()
+
+    def run(self, folder: Path, rng: random.Random) -> None:
+        data = _resealed(self.seed, rng, "checksum") if rng.random() < 0.6 else mutated(self.seed, rng, self.seed)
+        try:
+            measured = Measured.from_bytes(data)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:  # what `Bench.is_missing` expects
+            raise LattqeError(str(error) or "no cell") from error
+        for one in measured.scores:
+            check(0 <= one.mean_ap <= 1, f"a mean average precision of {one.mean_ap}")
+
+
+def _resealed(data: bytes, rng: random.Random, key: str = "seal") -> bytes:
+    """Change a JSON file and make its checksum fit."""
+    body = json.loads(data)
+    body.pop(key, None)
+    body = mutated_json(body, rng)
+    if not isinstance(body, dict):
+        return json.dumps(body).encode()
+    return canonical_json({**body, key: store_parts.checksum(canonical_json(body))})
 
 
 def _with_part(manifest: Manifest, part: Part, data: bytes) -> Manifest:
@@ -162,8 +337,6 @@ def _with_part(manifest: Manifest, part: Part, data: bytes) -> Manifest:
 def _forged_json(data: bytes, rng: random.Random) -> bytes:
     """Change a manifest and make its digest and checksum fit, as somebody hostile would."""
     import xxhash
-
-    from lattqe.store.manifest import canonical_json
 
     body = json.loads(data)
     del body["checksum"]
@@ -193,13 +366,20 @@ def _rezipped(data: bytes, rng: random.Random, other: bytes) -> bytes:
     return result.getvalue()
 
 
-def make_targets(folder: Path) -> list[Import | Side | Truth | Stored]:
+def make_targets(folder: Path) -> list[Any]:
     """All readers, each with its sound files; `folder` keeps the sound stored artifacts."""
     return [
         *(Import(ending, seeds) for ending, seeds in importer_seeds().items()),
         *(Side(ending, seeds) for ending, seeds in side_seeds().items()),
         *(Truth(ending, seeds) for ending, seeds in truth_seeds().items()),
         *(Stored(path) for path in make_things(folder)),
+        Photos(),
+        Landmarks(),
+        RunFile(folder),
+        Picture(),
+        NetworkFile(),
+        TrainingWork(make_work(folder)),
+        BenchmarkCell(),
     ]
 
 

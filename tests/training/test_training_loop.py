@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from training_sets import plan_for, write_sets
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.model import LAttQE
 from lattqe.store import load_model, open_place
+from lattqe.store.manifest import seal_json
 from lattqe.training import Plan, Progress, Team, train
 from lattqe.training.checkpoint import STATE, Checkpoints, State
-from lattqe.training.loop import Training, new_network
+from lattqe.training.loop import Training, learning_curve, new_network
 from lattqe.training.presets import RELATIONAL, TABLE_2
 from lattqe.training.sampling import SlotDropout, SlotMasks
 from lattqe.training.stage import NotFiniteError, Stage
@@ -251,6 +253,64 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
     place.write(STATE, b'{"step": ')
     with pytest.raises(CorruptDataError, match=r"state\.json"):
         Checkpoints(place).load()
+
+
+ENTRY = {"step": 2, "stage": "network", "time": 1.0, "seconds": 1.0, "loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"stage": "$x$"},
+        {"step": -1},
+        {"step": 10**400},
+        {"seconds": "1"},
+        {"history": [{"step": 1}]},
+        {"history": [{**ENTRY, "loss": None}]},
+        {"history": [{**ENTRY, "map": {"</text><script>": {"mean": 1.0}}}]},
+        {"history": [{**ENTRY, "map": {"4": {}}}]},
+        {"best": {"step": 1}},
+        {"files": {"last": {"name": "../../x", "checksum": ""}}},
+        {"more": 1},
+    ],
+)
+def test_a_forged_state_is_refused(tmp_path: Path, forged: dict[str, object]) -> None:
+    place = open_place(str(tmp_path))
+    place.write(STATE, seal_json({**dataclasses.asdict(State()), **forged}))
+    with pytest.raises(CorruptDataError, match=r"state\.json"):
+        Checkpoints(place).load()
+
+
+def test_a_state_does_not_forgive_a_changed_byte_but_one_without_a_seal_is_read(tmp_path: Path) -> None:
+    place = open_place(str(tmp_path))
+    state = State("network", 2, 1.0, [dict(ENTRY)])
+    Checkpoints(place).save(state, last={"x": torch.zeros(2)})
+    assert Checkpoints(place).load() == state
+    data = place.read(STATE)
+    place.write(STATE, data.replace(b'"loss":0.5', b'"loss":0.6'))
+    with pytest.raises(CorruptDataError, match="checksum"):
+        Checkpoints(place).load()
+    place.write(STATE, json.dumps(dataclasses.asdict(state)).encode())  # as 0.1.0 wrote it
+    assert Checkpoints(place).load() == state
+    with pytest.raises(CorruptDataError, match="names no best weights"):
+        Checkpoints(place).tensors(state, "best")
+
+
+def test_a_checkpoint_of_another_network_is_refused(sets: dict[str, str], tmp_path: Path) -> None:
+    plan = plan_for(sets, tmp_path / "model")
+    with pytest.raises(Killed):
+        train(plan, report=kill_at(3))
+    checkpoints = Checkpoints(open_place(plan.destination))
+    checkpoints.save(checkpoints.load(), last={"network.x": torch.zeros(2)})
+    with pytest.raises(CorruptDataError, match="of another network"):
+        train(plan)
+
+
+def test_text_does_not_become_markup_in_the_learning_curve() -> None:
+    history = [{**ENTRY, "map": {"</text><script>alert(1)</script>$x_{": {"mean": 1.0}}}]
+    drawn = learning_curve(history).decode()
+    assert "<script>" not in drawn
+    ElementTree.fromstring(drawn)
 
 
 def test_a_state_is_readable_json_and_old_tensors_go(tmp_path: Path) -> None:
