@@ -14,12 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from cluster.metrics import Watch, Work
 from lattqe.errors import LattqeError
 
 Block = TypeVar("Block", bound=Hashable)  # what names a block: a number, or a tuple such as (part, start, stop)
+
+
+# How Ray says that an actor is gone: one that its memory monitor has killed has an error of its own.
+ACTOR_LOST = (RayActorError, OutOfMemoryError)
 
 
 def user_error(error: Exception) -> LattqeError | None:
@@ -188,7 +192,7 @@ class _BlockRun(Generic[Block]):
             if mendable is not None:
                 raise mendable from None  # wrong input stays wrong: no retry, the one clear line reaches the user
             self.watch.failed(self.work.label(flight.block), flight.worker, error)
-            if isinstance(error, RayActorError) and not self.bury(flight, error):
+            if isinstance(error, ACTOR_LOST) and not self.bury(flight, error):
                 self.requeue(flight)
             else:
                 self.fail(flight, error)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.blocks import user_error
+from cluster.blocks import ACTOR_LOST, user_error
 from cluster.shards import ShardedIndex
 from lattqe.errors import LattqeError
 from lattqe.search.exact import merge, published
@@ -170,7 +170,7 @@ class ShardReader:
             for shard, reference in asked.items():
                 try:
                     answers[shard] = ray.get(reference)
-                except RayActorError:
+                except ACTOR_LOST:
                     if time.monotonic() > deadline:
                         raise
                 except RayError as error:

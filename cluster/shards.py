@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.blocks import user_error
+from cluster.blocks import ACTOR_LOST, user_error
 from cluster.metrics import Watch
 from cluster.session import gpus_available
 from lattqe.errors import LattqeError
@@ -171,7 +171,7 @@ class ShardedIndex:
         mendable = user_error(error)
         if mendable is not None:
             raise mendable from None
-        if not isinstance(error, RayActorError):
+        if not isinstance(error, ACTOR_LOST):
             raise error
         self._failures[shard] += 1
         self._watch.lost(shard, error)

@@ -45,13 +45,13 @@ def metrics_url():
 class Squares:
     """Squares its block; misbehaves on the blocks it is told to, once for each marker file."""
 
-    def __init__(self, folder, die_on=(), hang_on=(), always_die_on=(), bad_input=None):
+    def __init__(self, folder, die_on=(), hang_on=(), always_die_on=(), bad_input=None, short_on=()):
         if bad_input == "constructor":
             raise CorruptDataError("part-00003.arrow: checksum differs")
         if bad_input == "storage":
             raise UnavailableError("cannot read s3://b/x: gave up after 60 s")
         self.folder, self.die_on, self.hang_on = Path(folder), die_on, hang_on
-        self.always_die_on, self.bad_input = always_die_on, bad_input
+        self.always_die_on, self.bad_input, self.short_on = always_die_on, bad_input, short_on
 
     def first_time(self, kind, block):
         try:
@@ -65,6 +65,8 @@ class Squares:
             raise LattqeError("block is wrong: fix it")
         if block in self.always_die_on or (block in self.die_on and self.first_time("died", block)):
             os._exit(1)
+        if block in self.short_on and self.first_time("short", block):
+            raise ray.exceptions.OutOfMemoryError("the node is short of memory")
         if block in self.hang_on and self.first_time("hung", block):
             while not (self.folder / "go on").exists():
                 time.sleep(0.05)
@@ -119,6 +121,13 @@ def test_dead_actors_are_replaced(tmp_path):
     assert results == expected()
     assert summary.actors_lost == 3
     assert summary.retries >= 3
+
+
+def test_actors_that_the_memory_monitor_ends_are_replaced(tmp_path):
+    """Ray has an error of its own for them, which is not the one of a lost actor."""
+    results, summary = square_all(tmp_path, short_on=(0, 5), policy=BlockPolicy(window=1))
+    assert results == expected()
+    assert summary.actors_lost == 2
 
 
 def test_straggler_is_copied_and_first_result_wins(tmp_path):
