@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jobs.augment import augment, augment_here, check_reach, report
-from jobs.console import Address, Cache, Json, Workers, command, on_ray, run, show_table
+from jobs.console import Address, Cache, Json, Workers, command, note_approximate, on_ray, run, show_table
 from jobs.plan import Assume, Plan, setting, tell
 from lattqe.errors import LattqeError
 
@@ -49,6 +49,7 @@ def main(
         raise LattqeError("nothing joins and nothing leaves: name a feature set, or ids with --remove")
     old_index = FeatureSet.open(index, cache)
     recipe = Recipe.of(old_index, cache)
+    note_approximate(recipe.graph)
     newcomers = FeatureSet.open(new) if new is not None else None
     if newcomers is not None:
         check_joinable(recipe.features, newcomers)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jobs.console import (
+    APPROXIMATE_GRAPH,
     Address,
     Cache,
     Json,
@@ -367,10 +368,11 @@ def show_plan(task: "Augmentation", pending: "Pending", where: dict[str, Any]) -
     """Print what is going to happen, before it does; returns what is said of sharing."""
     from lattqe.expansion import create
     from lattqe.expansion.rows import sharing
-    from lattqe.store import FeatureSet, row_bytes
+    from lattqe.store import FeatureSet, NeighborGraph, row_bytes
 
     original = FeatureSet.open(task.features)
     told = sharing(create(task.method, **task.params), original.rows, again=task.previous is not None)
+    lacks = NeighborGraph.open(task.graph).manifest.approximation
     parts = len(pending.part_rows)
     what = "edges" if task.only_edges else "plan"
     size = (
@@ -385,6 +387,7 @@ def show_plan(task: "Augmentation", pending: "Pending", where: dict[str, Any]) -
             "output": human_bytes(size),
             "shared first products": told,
         }
+        | ({} if lacks is None else {"neighbors": f"from {APPROXIMATE_GRAPH}: {lacks}"})
         | where,
     )
     return told
@@ -426,6 +429,8 @@ def report(verb: str, made: Made, json: bool, more: dict[str, Any] | None = None
         "workers_lost": summary.workers_lost,
         "spare_copies": summary.spare_copies,
     } | (more or {})
+    if made.manifest.approximation is not None:
+        facts["approximate"] = made.manifest.approximation
     if json:
         print_json(facts)
     rate = summary.expanded / max(summary.working, 1e-9)

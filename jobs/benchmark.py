@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from jobs.console import command, print_json, progress_bar, run, screen, show_table
+from jobs.console import APPROXIMATE_GRAPH, command, print_json, progress_bar, run, screen, show_table
 from jobs.plan import Assume, Plan, setting, tell
 from lattqe.benchmark.presets import PRESETS, Options, preset_run
 from lattqe.errors import LattqeError
@@ -250,6 +250,17 @@ def golden_warnings(chosen: "Run", bench: "Bench") -> list[str]:
     return warnings
 
 
+def approximate_warnings(bench: "Bench") -> list[str]:
+    """Say which sets were made of approximate graphs; the graphs of a benchmark itself are exact."""
+    sets = {name: opened.database for name, opened in bench.inputs.items()}
+    sets |= {f"{dataset}+{name}": features for (dataset, name), features in bench.distractors.items()}
+    return [
+        f"the rows of {name} rest on {APPROXIMATE_GRAPH}: {each.manifest.approximation}"
+        for name, each in sets.items()
+        if each.manifest.approximation is not None
+    ]
+
+
 def facts(chosen: "Run", bench: "Bench") -> dict[str, Any]:
     """What the results carry of their inputs: digests, the resolved run, published numbers and warnings."""
     from lattqe.datasets.revisited import published
@@ -271,7 +282,7 @@ def facts(chosen: "Run", bench: "Bench") -> dict[str, Any]:
     return {
         "inputs": inputs,
         "run": json_format.loads(json_format.dumps(asdict(chosen))),
-        "warnings": golden_warnings(chosen, bench),
+        "warnings": golden_warnings(chosen, bench) + approximate_warnings(bench),
         "published": paper,
     }
 

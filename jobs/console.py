@@ -51,6 +51,7 @@ Address = Annotated[str | None, typer.Option(help="A running Ray cluster; by def
 Cache = Annotated[str | None, typer.Option(help="Node-local folder for rows that live on S3.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")]
 
+APPROXIMATE_GRAPH = "an approximate graph"
 LINE_SECONDS = 10.0  # between two lines about the progress, in the log file and where there is no terminal
 
 
@@ -61,6 +62,17 @@ def show_table(title: str, rows: dict[str, Any], plan: bool = False) -> None:
     for name, value in rows.items():
         table.add_row(f"[bold]{escape(name)}[/bold]", escape(str(value)))
     screen.print(table)
+
+
+def note_approximate(*used: Any) -> None:
+    """Say which of the artifacts used lack neighbors: approximate graphs, and what was made of them."""
+    for artifact in used:
+        lacks = artifact.manifest.approximation
+        if lacks is not None:
+            screen.print(
+                f"note: {artifact.place.uri} rests on {APPROXIMATE_GRAPH}: {lacks}", markup=False, soft_wrap=True
+            )
+            event("approximate", uri=artifact.place.uri, recall=lacks)
 
 
 def print_json(value: Any) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import command, print_json, progress_bar, run, screen, show_table
+from jobs.console import command, note_approximate, print_json, progress_bar, run, screen, show_table
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def _groups(features: Any, graph_uri: str, threshold: float, to: str | None) -> 
     from lattqe.store import NeighborGraph
 
     graph = NeighborGraph.open(graph_uri)
+    note_approximate(graph)
     with progress_bar("rows", graph.rows) as bar:
         groups = find_groups(features, graph, threshold, bar.advance)
     if groups.full:

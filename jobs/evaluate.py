@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import Json, command, print_json, run, screen, show_table
+from jobs.console import Json, command, note_approximate, print_json, run, screen, show_table
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def main(
             "precision at": at,
         },
     )
+    note_approximate(judged.ranks)
     if judged.ranks.k < rows:
         screen.print(
             f"note: positives beyond the {judged.ranks.k} results of a list add nothing to its average "

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jobs.console import command, human_bytes, print_json, run, screen, show_table
+from jobs.console import command, human_bytes, note_approximate, print_json, run, screen, show_table
 from lattqe.errors import LattqeError
 
 
@@ -47,6 +47,7 @@ def main(
     ):
         if given and type(artifact) is not kind:
             raise LattqeError(f"{option} is of no use for {uri}, {_words(artifact)}")
+    note_approximate(artifact)
     started = time.monotonic()
     if isinstance(artifact, FeatureSet):
         _show_plan(artifact, to, index=(factory or "Flat") if to.endswith((".faiss", ".index")) else None)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jobs.console import command, human_bytes, print_json, run, screen, show_table
+from jobs.console import APPROXIMATE_GRAPH, command, human_bytes, print_json, run, screen, show_table
 from lattqe.errors import LattqeError
 
 SAMPLE_ROWS = 3
@@ -59,6 +59,7 @@ def describe(artifact: Any) -> dict[str, Any]:
         "code_version": manifest.code_version,
         "config": manifest.config,
         "inputs": manifest.inputs,
+        "approximate": manifest.approximation,
         "sample": sample(artifact),
     }
 
@@ -127,6 +128,8 @@ def _lines(facts: dict[str, Any]) -> dict[str, str]:
         "digest": facts["digest"],
         "made by": f"lattqe {facts['code_version']}",
     }
+    if facts["approximate"] is not None:
+        lines["not exact"] = f"{APPROXIMATE_GRAPH}: {facts['approximate']}"
     if "graph" in facts:
         lines |= _graph_lines(facts["graph"], facts["rows"])
     lines |= {f"with {name}": _compact(value) for name, value in facts["config"].items()}

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from enum import StrEnum
 from threading import Lock
@@ -26,6 +27,7 @@ from jobs.console import (
     show_table,
 )
 from jobs.plan import Assume, Plan, setting, tell, this_machine
+from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
     from cluster.graph import GraphSummary
@@ -44,6 +46,7 @@ class Engine(StrEnum):
 
 
 PROGRESS_UNIT = 1_000_000  # products of two vectors
+RECALL = 0.95
 
 
 def main(
@@ -64,6 +67,15 @@ def main(
     engine: Annotated[
         Engine, typer.Option(help="faiss: it finds the candidates, each list is certified; the same graph.")
     ] = Engine.lattqe,
+    approximate: Annotated[
+        bool,
+        typer.Option(
+            "--approximate", help="Miss some neighbors, for speed: how many is measured, and kept with the graph."
+        ),
+    ] = False,
+    recall: Annotated[
+        float | None, typer.Option(help=f"Of --approximate: share of the true neighbors to find; by default {RECALL}.")
+    ] = None,
     plan: Plan = False,
     assume: Assume = None,
     json: Json = False,
@@ -85,11 +97,13 @@ def main(
         into and open_place(into).uri,
         cache,
         engine=engine.value,
+        recall=wanted_recall(recall, approximate, against=against, block_rows=block_rows, engine=engine, plan=plan),
     )
     facts: dict[str, Any]
     check_sets(task)
     sets = open_sets(task)
     rows = sum(each.rows for each in sets)
+    task = exact_where_better(task, rows)
     if (where := setting(plan, assume, rows, workers, address, cache, block_rows)) is not None:
         tell([planned(task, where)], where, not sets[0].place.is_local, json)
         return
@@ -98,12 +112,15 @@ def main(
     if find_manifest(open_place(to)) is not None:
         manifest, facts = begin_graph(task).finish(), {}
         screen.print(f"{to} is already up to date", markup=False)
+    elif task.recall is not None:
+        with nullcontext() if runs_here(0, workers, address) else on_ray(address):
+            manifest, facts = approximate_neighbors(task, workers, here=runs_here(0, workers, address))
     elif block_rows is None and runs_here(rows, workers, address):
         manifest, facts = neighbors_here(task)
     else:
         with on_ray(address):
             manifest, facts = neighbors(task, workers, block_rows)
-    facts = {"graph": to, "digest": manifest.digest, "rows": manifest.rows, "k": k} | facts
+    facts = {"graph": to, "digest": manifest.digest, "rows": manifest.rows, "k": k} | facts | promise(manifest)
     if json:
         print_json(facts)
     show_table(f"neighbors in {to}", {name: _readable(name, value) for name, value in facts.items()})
@@ -118,6 +135,92 @@ def planned(task: "GraphTask", where: "Setting") -> "Work":
     if where.here and sets[0].place.is_local:
         where = replace(where, products_per_second=measure_products(task)[1])
     return plans.neighbors([plans.Rows.of(each) for each in sets], task.k, where)
+
+
+def wanted_recall(
+    recall: float | None, approximate: bool, against: str | None, block_rows: int | None, engine: Engine, plan: bool
+) -> float | None:
+    """The recall of an approximate graph, or None; options that do not go together are refused."""
+    from lattqe.search.approximate import check_recall
+
+    if not approximate:
+        if recall is not None:
+            raise LattqeError("--recall belongs to --approximate: an exact graph finds all neighbors")
+        return None
+    # What an approximate graph takes depends on how the rows lie, and shows only when their clusters are found.
+    given = {"--against": against, "--block-rows": block_rows, "--plan": plan or None}
+    given |= {"--engine faiss": engine is Engine.faiss or None}
+    for option, value in given.items():
+        if value is not None:
+            raise LattqeError(f"{option} belongs to exact graphs: leave it or --approximate out")
+    recall = RECALL if recall is None else recall
+    check_recall(recall)
+    return recall
+
+
+def exact_where_better(task: "GraphTask", rows: int) -> "GraphTask":
+    """An exact task in place of an approximate one where that takes no longer; says so."""
+    from lattqe.search.approximate import reason_for_exact
+
+    reason = reason_for_exact(rows, task.k) if task.recall is not None else None
+    if reason is None:
+        return task
+    screen.print(f"note: {reason}", markup=False, soft_wrap=True)
+    return replace(task, recall=None)
+
+
+def approximate_neighbors(task: "GraphTask", workers: int | None, here: bool) -> "tuple[Manifest, dict[str, Any]]":
+    """Plan, make what is missing, publish an approximate graph, in this process or within a Ray session."""
+    from lattqe.search.approximate import cluster_count
+    from lattqe.search.stored import begin_graph, build_approximate, open_sets
+
+    pending, features = begin_graph(task), open_sets(task)[0]
+    left = sum(pending.part_rows[part] for part in pending.missing())
+    show_table(
+        "plan",
+        {
+            "rows": f"{features.rows:,} × {features.dim} {features.dtype}, k = {task.k}",
+            "not exact": f"recall {task.recall:g} is asked for; what is reached is measured first, and kept",
+            "clusters": f"{cluster_count(features.rows, task.k):,}, as many of them for each row as that takes",
+            "where": "in this process: --workers or --address ask for Ray" if here else "clusters here, parts on Ray",
+            "parts": f"{len(pending.part_rows)}, {len(pending.part_rows) - len(pending.missing())} of them done",
+            "graph": human_bytes(8 * task.k * features.rows),
+        },
+    )
+    with progress_bar("rows", features.rows, features.rows - left) as bar:
+        if here:
+            made = build_approximate(task, bar.advance)
+            ran: dict[str, Any] = {"workers": 0}
+        else:
+            from cluster.approximate import build_approximate as build_on_ray
+
+            made, blocks = build_on_ray(task, bar.advance, workers=workers)
+            used = len(blocks.blocks_by_worker)
+            ran = {"workers": used, "retries": blocks.retries, "workers_lost": blocks.actors_lost}
+    return pending.finish(made.measured), {
+        "seconds": round(made.took, 2),
+        "seconds_planning": round(made.planning, 2),
+        "worker_seconds": {name: round(spent, 2) for name, spent in sorted(made.seconds.items())},
+        "products": made.counts["products"],
+        "rows_searched_exactly": made.counts["short"],
+        "peak_worker_bytes": made.peak_bytes,
+        **ran,
+    }
+
+
+def promise(manifest: "Manifest") -> dict[str, Any]:
+    """What became of the recall that was asked for; nothing to say of an exact graph."""
+    if manifest.approximation is None or "measured" not in manifest.config:
+        return {}
+    measured, wanted = manifest.config["measured"], manifest.config["recall"]
+    expected, overlap = measured["overlap_planned"], measured["overlap"]
+    words = f"each row in {overlap} of {measured['clusters']} clusters"
+    if overlap > expected:
+        words += f", raised from {expected}, which had too few neighbors"
+    if not measured["kept"]:
+        words += "; more would be more work than an exact graph: leave --approximate out"
+    kept = "kept" if measured["kept"] else "MISSED"
+    return {"exact": False, "recall": manifest.approximation, "promise": f"{wanted:g} {kept}: {words}"}
 
 
 def neighbors_here(task: "GraphTask") -> "tuple[Manifest, dict[str, Any]]":

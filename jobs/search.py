@@ -13,6 +13,7 @@ from jobs.console import (
     Json,
     command,
     human_bytes,
+    note_approximate,
     on_ray,
     print_json,
     progress_bar,
@@ -82,6 +83,7 @@ def main(
         return
     if k > rows:
         screen.print(f"note: k = {k:,} is more than the {rows:,} rows: lists are padded", markup=False)
+    note_approximate(*sources)
     pending = begin_ranks(to, k, sources, asked, expansion)
     facts: dict[str, Any] = {"ranks": to, "queries": asked.rows, "k": k}
     if pending.missing():

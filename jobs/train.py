@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from jobs.console import command, print_json, progress_bar, run, screen, show_table
+from jobs.console import command, note_approximate, print_json, progress_bar, run, screen, show_table
 from jobs.plan import Assume, Plan, setting, tell
 from lattqe.errors import LattqeError
 
@@ -42,7 +42,7 @@ def main(
     """
     from cluster.session import ray_session
     from lattqe.cost import plans
-    from lattqe.store import FeatureSet, open_place
+    from lattqe.store import FeatureSet, NeighborGraph, open_place
     from lattqe.training import make
     from lattqe.training import preset as configuration
 
@@ -58,6 +58,7 @@ def main(
         where = replace(where, machines=replace(machines, asked=team))
         tell([plans.train(plan, where.machines)], where, not open_place(features[0]).is_local, json)
         return
+    note_approximate(*map(NeighborGraph.open, neighbors))
     if plan.claim() is None:
         warn_of_leakage(features, [uri for pair in pairs for uri in pair if uri is not None])
         with ray_session(address):

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jobs.console import command, human_bytes, progress_bar, run, screen
+from jobs.console import APPROXIMATE_GRAPH, command, human_bytes, progress_bar, run, screen
 from lattqe.errors import CorruptDataError, LattqeError
 
 EXIT_WRONG = 1
@@ -44,6 +44,12 @@ def main(
         markup=False,
         soft_wrap=True,
     )
+    if manifest.approximation is not None:
+        screen.print(
+            f"not exact: it is what its manifest says, but rests on {APPROXIMATE_GRAPH}: {manifest.approximation}",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def check_model(uri: str) -> None:

@@ -1,13 +1,14 @@
 """The Python API, for notebooks: neighbors, search, expand, augment, evaluate and load, with arrays or addresses.
 
 Wherever vectors are asked for, give an array (n, D), L2-normalised, float16 or float32; or the address of a stored
-feature set, a folder or s3://bucket/prefix. Everything is exact and runs in this process. `progress(done, total)` is
-called as work is done.
+feature set, a folder or s3://bucket/prefix. Everything runs in this process and is exact unless asked otherwise.
+`progress(done, total)` is called as work is done.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from lattqe.expansion.base import Method
 from lattqe.expansion.rows import augment_rows, expand_queries, list_lengths, shared_table, shares
 from lattqe.model import LAttQE
 from lattqe.search import FlatIndex, knn_graph
+from lattqe.search.approximate import Recall, approximate_graph, check_recall, reason_for_exact
 from lattqe.search.stored import ProductClock
 from lattqe.store import FeatureSet, NeighborGraph, Ranks, open_place, read_manifest
 from lattqe.store.artifacts import model_address
@@ -85,18 +87,54 @@ def load(uri: str | Path) -> Features | Found | RankedQueries | LAttQE:
     raise LattqeError(f"{uri} holds {kind}: features, neighbors, ranks and models can be loaded")
 
 
-def neighbors(x: Vectors, k: int = 64, *, progress: Progress | None = None) -> Found:
-    """The exact k nearest other rows of each row of x (n, D); a row is never its own neighbor."""
+class ApproximateFound(Found):
+    """Lists that lack some neighbors: `recall` says how many have been found (mean, low, high, rows), `kept` whether
+    that is what was asked for. `recall` is None where the lists are exact after all, because there are few rows.
+    """
+
+    recall: Recall | None = None
+    kept: bool = True
+
+
+def neighbors(
+    x: Vectors, k: int = 64, *, approximate: bool = False, recall: float | None = None, progress: Progress | None = None
+) -> Found:
+    """The exact k nearest other rows of each row of x (n, D); a row is never its own neighbor.
+
+    With `approximate`, for speed, about the share `recall` of them (by default 0.95): an `ApproximateFound`, which says
+    what share of the true neighbors 1,000 random rows have. Fewer than 20,000 rows are always searched exactly.
+    """
+    if recall is not None and not approximate:
+        raise LattqeError("recall given without approximate=True: exact lists have all neighbors")
     x = _unit_rows(x, "x")
-    total, done = max(len(x) * len(x) // 2, 1), 0
+    if approximate:
+        check_recall(recall := 0.95 if recall is None else recall)
+        if reason_for_exact(len(x), k) is None:
+            return _approximate_neighbors(x, k, recall, progress)
+    total = max(len(x) * len(x) // 2, 1)
+    lists = knn_graph(x, k, device=_gpu("auto"), clock=ProductClock(_counted(total, progress)))
+    return (ApproximateFound if approximate else Found)(*lists[::-1])
 
-    def advance(products: int) -> None:
+
+def _approximate_neighbors(x: np.ndarray, k: int, recall: float, progress: Progress | None) -> ApproximateFound:
+    I, D, how = approximate_graph(x, k, recall, on_rows=_counted(len(x), progress))
+    found = ApproximateFound(D, I)
+    found.recall, found.kept = how.recall, how.kept
+    return found
+
+
+def _counted(total: int, progress: Progress | None) -> Callable[[int], None]:
+    """What counts single pieces of work, from several threads, for `progress`."""
+    done, lock = 0, Lock()
+
+    def advance(amount: int) -> None:
         nonlocal done
-        done = min(done + products, total)
-        if progress is not None:
-            progress(done, total)
+        with lock:
+            done = min(done + amount, total)
+            if progress is not None:
+                progress(done, total)
 
-    return Found(*knn_graph(x, k, device=_gpu("auto"), clock=ProductClock(advance))[::-1])
+    return advance
 
 
 def search(

@@ -96,12 +96,12 @@ def _candidates(rows: Block, others: Block, count: int, device: torch.device | N
             metric=faiss.METRIC_INNER_PRODUCT,
             device=device.index or 0,
         )
-    with _faiss_threads(torch.get_num_threads()):
+    with faiss_threads(torch.get_num_threads()):
         return faiss.knn(xq, xb, count, metric=faiss.METRIC_INNER_PRODUCT)
 
 
 @contextmanager
-def _faiss_threads(count: int) -> Iterator[None]:
+def faiss_threads(count: int) -> Iterator[None]:
     """Faiss with `count` threads."""
     import faiss
 

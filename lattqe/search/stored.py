@@ -1,31 +1,38 @@
 """The neighbor graph of stored feature sets: the task, what does not fit together, and computing it in this process.
 
-`build_graph` does it here, `cluster.graph.build_graph` on Ray: the same bytes. A finished graph says something of its
-collection: hubs, rows that are alone, how near the nearest are.
+`build_graph` does it here, `cluster.graph.build_graph` on Ray: the same bytes. `build_approximate` makes an approximate
+one, `cluster.approximate.build_approximate` on Ray: clusters are found once, then each part is made by itself. A
+finished graph says something of its collection: hubs, rows that are alone, how near the nearest are.
 """
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from lattqe.device import pick_device
-from lattqe.errors import LattqeError
+from lattqe.device import peak_bytes, pick_device
+from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
+from lattqe.search.approximate import SEED, Approximation, Membership, Recall, approximate, lists_of
 from lattqe.search.graph import fastest_kind, knn_graph
 from lattqe.search.pairing import Clock
-from lattqe.search.rows import in_one
+from lattqe.search.products import Block, lanes_on
+from lattqe.search.rows import Rows, in_one
 from lattqe.search.second import faiss_graph
 from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table, part_row_counts, row_bytes
-from lattqe.store.place import absolute, node_folder
+from lattqe.store.manifest import WORK, canonical_json, parse_json, seal_bytes, unseal_bytes
+from lattqe.store.place import absolute, node_folder, traffic
 
 BLOCK_ROWS = 65_536
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 MAX_ROWS = 2**31 - 1
 SAMPLE_FLOPS = 4e9  # for each thread, of the graph of the sample that is measured: about a twentieth of a second
 SAMPLE_ROWS = 1024, 8192
+CLUSTERS = f"{WORK}clusters"  # of an approximate graph: every process that makes a part of it needs the same
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,7 @@ class GraphTask:
     threads: int = 1
     engine: str = "lattqe"  # or "faiss": the second engine, for the same result
     kind: str | None = None  # of products (`lattqe.search.products.kinds_for`); the result does not depend on it
+    recall: float | None = None  # of an approximate graph; None: exact
 
     def __post_init__(self) -> None:
         """Make addresses absolute, for the workers."""
@@ -169,7 +177,8 @@ def begin_graph(task: GraphTask) -> Pending:
         "neighbors",
         fields,
         part_row_counts(rows, row_bytes("neighbors", fields)),
-        config={"job": "neighbors", "k": task.k},
+        config={"job": "neighbors", "k": task.k}
+        | ({} if task.recall is None else {"exact": False, "recall": task.recall, "seed": SEED}),
         inputs=inputs,
     )
 
@@ -191,6 +200,25 @@ def measure_products(task: GraphTask) -> tuple[str, float]:
         task.engine,
         seconds=0.5 if features.rows > wanted else 0.0,
     )
+
+
+@dataclass
+class Approximated:
+    """What making an approximate graph took, over all workers; `measured` is what its manifest says of it."""
+
+    measured: dict[str, Any]
+    planning: float  # seconds for clusters, overlap and recall
+    took: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counts: Counter[str] = field(default_factory=Counter)
+    peak_bytes: int = 0
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Count one part."""
+        for name, spent in result["seconds"].items():
+            self.seconds[name] += spent
+        self.counts.update(result["counts"])
+        self.peak_bytes = max(self.peak_bytes, result["peak_bytes"])
 
 
 class ProductClock(Clock):
@@ -227,6 +255,71 @@ def build_graph(task: GraphTask, on_products: Callable[[int], None] = lambda pro
             with clock("writing"):
                 pending.publish(part, neighbors_table(I[lists], D[lists]))
     return dict(clock.seconds) | {"all": time.perf_counter() - started}
+
+
+class ClusterWorker:
+    """Makes the parts of an approximate graph, one after the other; built from addresses only.
+
+    `threads`: how many torch has, and so how many share the rows of a part; by default as many as it has here.
+    """
+
+    def __init__(self, task: GraphTask, threads: int | None = None) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.task, self.pending = task, Pending.attach(task.to)
+        self.rows = in_one([piece for each in open_sets(task) for piece in each.pieces()])
+        self.plan = agree_on_clusters(self.pending, self.rows, task)
+        with lanes_on() as lanes:
+            self.whole = Block.load(self.rows, lanes[0], task.k)
+        self.membership = Membership(self.plan.nearest, self.plan.clusters, self.whole.surplus)
+
+    def run(self, part: int, on_rows: Callable[[int], None] = lambda rows: None) -> dict[str, Any]:
+        """Make one part; tell what it took."""
+        clock = Clock()
+        start = sum(self.pending.part_rows[:part])
+        stop = start + self.pending.part_rows[part]
+        with lanes_on() as lanes:
+            D, I = lists_of(self.whole, self.membership, start, stop, self.task.k, lanes, clock, on_rows)
+        with clock("writing"):
+            self.pending.publish(part, neighbors_table(I, D))
+        return {
+            "seconds": dict(clock.seconds),
+            "counts": dict(clock.counts),
+            "peak_bytes": peak_bytes(),
+            "traffic": traffic.take(),
+        }
+
+
+def agree_on_clusters(pending: Pending, rows: Rows, task: GraphTask) -> Approximation:
+    """The clusters of an earlier run or of another process that makes the same graph, or else new ones, for all."""
+    place = pending.place
+    if not place.exists(CLUSTERS):
+        with lanes_on() as lanes:
+            found = approximate(Block.load(rows, lanes[0], task.k), task.k, task.recall or 0.0, lanes)
+        facts = {"wanted": found.wanted, "clusters": found.clusters, "planned": found.planned, **asdict(found.recall)}
+        with suppress(AlreadyExistsError):
+            place.create(CLUSTERS, seal_bytes(canonical_json(facts) + b"\n" + found.nearest.tobytes()))
+    try:
+        body = bytes(unseal_bytes(place.read(CLUSTERS), f"{pending.uri}/{CLUSTERS}"))
+    except CorruptDataError:
+        place.delete(CLUSTERS)  # the same command again finds the same clusters anew
+        raise
+    header, _, numbers = body.partition(b"\n")
+    facts = parse_json(header, f"{pending.uri}/{CLUSTERS}")
+    wanted, clusters, planned = (facts.pop(name) for name in ("wanted", "clusters", "planned"))
+    nearest = np.frombuffer(numbers, dtype=np.int32).reshape(len(rows), -1)
+    return Approximation(nearest, clusters, planned, wanted, Recall(**facts))
+
+
+def build_approximate(task: GraphTask, on_rows: Callable[[int], None] = lambda rows: None) -> Approximated:
+    """Make and publish all missing parts of an approximate graph in this process; the manifest is the caller's."""
+    started = time.perf_counter()
+    worker = ClusterWorker(task)
+    made = Approximated(worker.plan.facts(), planning=time.perf_counter() - started)
+    for part in worker.pending.missing():
+        made.add(worker.run(part, on_rows))
+    made.took = time.perf_counter() - started
+    return made
 
 
 def publish_graph(features: FeatureSet, k: int, to: str) -> NeighborGraph:

@@ -162,39 +162,40 @@ class RunningTopK:
         """Whether some of the rows in `cut` have no threshold yet."""
         return bool(np.isneginf(self.threshold[cut]).any())
 
-    def lift(self, cut: slice, kth: np.ndarray, guess: bool = False) -> None:
+    def lift(self, cut: slice | np.ndarray, kth: np.ndarray, guess: bool = False) -> None:
         """Raise thresholds of the rows in `cut`: each has k offered scores not below kth (m,) float32, or, with
         `guess`, will probably be offered so many.
         """
         possible = just_below(kth.astype(np.float64) - 2 * self.error[cut])
-        np.maximum(self.threshold[cut], possible, out=self.threshold[cut])
+        self.threshold[cut] = np.maximum(self.threshold[cut], possible)
         if not guess:
-            np.maximum(self.proven[cut], possible, out=self.proven[cut])
+            self.proven[cut] = np.maximum(self.proven[cut], possible)
 
-    def offer(self, cut: slice, i: np.ndarray, j: np.ndarray, scores: np.ndarray) -> None:
+    def offer(self, cut: slice | np.ndarray, i: np.ndarray, j: np.ndarray, scores: np.ndarray) -> None:
         """Take candidates: the i-th of the rows in `cut` (m,), i ascending, other rows j (m,), float32 scores (m,).
 
         Scores not above the rows' thresholds may be left out, and should be.
         """
-        start, _, step = cut.indices(len(self.rows))
+        rows = cut if isinstance(cut, np.ndarray) else np.arange(*cut.indices(len(self.rows)))
         if self.others.surplus is not None:
             keep = ~self.others.surplus[j]
             i, j, scores = i[keep], j[keep], scores[keep]
         capacity = self._scores.shape[1]
         while i.size:
             rank, counts = _places(i)
-            fill = self._fill[start : start + step * len(counts) : step]
+            offered = rows[: len(counts)]
+            fill = self._fill[offered]
             slot = fill[i] + rank
-            np.minimum(fill + counts, capacity, out=fill)
+            self._fill[offered] = fill = np.minimum(fill + counts, capacity)
             full = np.flatnonzero(fill == capacity)
             fits = slot < capacity if full.size else slice(None)
-            place = (start + step * i[fits]) * capacity + slot[fits]
+            place = rows[i[fits]] * capacity + slot[fits]
             self._scores.reshape(-1)[place] = scores[fits]
             self._ids.reshape(-1)[place] = j[fits]
             if not full.size:
                 return
-            self._compact(start + step * full)
-            keep = (slot >= capacity) & (scores > self.threshold[start + step * i])
+            self._compact(offered[full])
+            keep = (slot >= capacity) & (scores > self.threshold[rows[i]])
             i, j, scores = i[keep], j[keep], scores[keep]
 
     def settle(self, start: int, stop: int) -> None:

@@ -18,6 +18,8 @@ FORMAT_VERSION = 1
 # A manifest names each part in about 150 bytes: this is some hundred thousand parts, far beyond any real one.
 MAX_BYTES = 64 << 20
 SEAL_BYTES = 16
+MEASURED = "measured"  # in a configuration: what making the artifact found out, not what was asked for
+APPROXIMATE = "approximate"  # of an input: what its graph lacks
 
 KINDS = {
     "features": "feature set",
@@ -70,6 +72,20 @@ class Manifest:
     def total_bytes(self) -> int:
         """Bytes of all parts together."""
         return sum(part.bytes for part in self.parts)
+
+    @property
+    def approximation(self) -> str | None:
+        """How many neighbors an approximate graph has, or the one that this was made of; None where all are exact."""
+        if self.config.get("exact") is False:
+            found = self.config.get(MEASURED)
+            if not isinstance(found, dict) or not {"mean", "low", "high", "rows", "kept"} <= set(found):
+                return "a recall that was not measured"
+            missed = "" if found["kept"] else f", below the {self.config.get('recall')} asked for"
+            return (
+                f"recall@{self.fields.get('k')} {found['mean']:.4f} (95 % interval {found['low']:.4f} to "
+                f"{found['high']:.4f}, {found['rows']:,} rows measured){missed}"
+            )
+        return next((entry[APPROXIMATE] for entry in self.inputs.values() if APPROXIMATE in entry), None)
 
     def to_json(self) -> bytes:
         """The file's content, with a checksum of itself."""

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store.local import LocalPlace, explained
-from lattqe.store.manifest import Manifest, Part, checksum, read_manifest
+from lattqe.store.manifest import APPROXIMATE, Manifest, Part, checksum, read_manifest
 from lattqe.store.place import MissingFileError, Place, open_place
 from lattqe.store.tables import decode_part
 
@@ -225,7 +225,8 @@ class StoredRows:
 
     def as_input(self) -> dict[str, str]:
         """How an artifact made from this one names it in its manifest."""
-        return {"uri": self.uri, "digest": self.digest, "kind": self.kind}
+        lacks = self.manifest.approximation
+        return {"uri": self.uri, "digest": self.digest, "kind": self.kind} | ({APPROXIMATE: lacks} if lacks else {})
 
     def table(self, start: int = 0, stop: int | None = None) -> pa.Table:
         """All columns of rows start..stop."""

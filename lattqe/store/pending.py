@@ -15,6 +15,7 @@ import pyarrow as pa
 from lattqe import __version__
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.store.manifest import (
+    MEASURED,
     NAME,
     PLAN,
     WORK,
@@ -63,6 +64,7 @@ def claim(place: Place, plan: dict[str, Any]) -> Manifest | None:
     finished = find_manifest(place)
     if finished is not None:
         there = {key: getattr(finished, key) for key in ("kind", "fields", "config", "inputs")}
+        there["config"] = {key: value for key, value in finished.config.items() if key != MEASURED}
         refuse_other(place, there, {key: plan[key] for key in there}, "a finished artifact")
         clean_up(place)
         return finished
@@ -286,15 +288,18 @@ class Pending:
             )
         return there
 
-    def finish(self) -> Manifest:
-        """Publish the manifest when all parts are there; the same one, whichever of several drivers is first."""
+    def finish(self, measured: Mapping[str, Any] | None = None) -> Manifest:
+        """Publish the manifest when all parts are there; the same one, whichever of several drivers is first.
+
+        `measured`: what making it found out, kept in the configuration beside what was asked for.
+        """
         if self.finished is not None:
             clean_up(self.place)  # what this run wrote before it saw that another had finished
         else:
-            self.finished = publish_manifest(self.place, find_manifest(self.place) or self._assemble())
+            self.finished = publish_manifest(self.place, find_manifest(self.place) or self._assemble(measured))
         return self.finished
 
-    def _assemble(self) -> Manifest:
+    def _assemble(self, measured: Mapping[str, Any] | None) -> Manifest:
         """The manifest out of the receipts; where another driver finishes meanwhile and clears them away, its own."""
         numbers = range(len(self.part_rows))
         try:
@@ -310,7 +315,7 @@ class Pending:
                 sum(self.part_rows),
                 parts,
                 self.plan["fields"],
-                self.plan["config"],
+                self.plan["config"] | ({} if measured is None else {MEASURED: dict(measured)}),
                 self.plan["inputs"],
             )
         finished = find_manifest(self.place)

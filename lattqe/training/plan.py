@@ -238,10 +238,10 @@ def make(
         for one in pair:
             for trained in sets:
                 check_apart(trained, one, config.shared_labels)
-    inputs = {f"features-{number}": _input(one) for number, one in enumerate(sets)}
-    inputs |= {f"neighbors-{number}": _input(NeighborGraph.open(uri)) for number, uri in enumerate(graphs)}
+    inputs = {f"features-{number}": one.as_input() for number, one in enumerate(sets)}
+    inputs |= {f"neighbors-{number}": NeighborGraph.open(uri).as_input() for number, uri in enumerate(graphs)}
     for number, pair in enumerate(held_out):
-        inputs |= {f"validation-{number}-{role}": _input(one) for role, one in zip(("database", "queries"), pair)}
+        inputs |= {f"validation-{number}-{role}": one.as_input() for role, one in zip(("database", "queries"), pair)}
     return Plan(
         open_place(destination).uri,
         config,
@@ -278,7 +278,3 @@ def check_apart(trained: FeatureSet, held_out: FeatureSet, shared_labels: bool) 
             f"{len(classes)} classes of {held_out.uri} are also in {trained.uri} "
             f"({one!r} for one): validate on classes that training does not see"
         )
-
-
-def _input(thing: FeatureSet | NeighborGraph) -> dict[str, str]:
-    return {"uri": thing.uri, "digest": thing.digest, "kind": thing.manifest.kind}

@@ -11,6 +11,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from cluster.approximate import build_approximate
 from cluster.graph import run_graph
 from cluster.graph_plan import agree_on_cut, plan_graph
 from cluster.graph_worker import GraphWorker
@@ -19,7 +20,7 @@ from cluster.session import ray_session
 from cluster.shards import ShardedIndex
 from lattqe.cost import Cut, cut_rows
 from lattqe.errors import LattqeError
-from lattqe.search import knn_graph, topk
+from lattqe.search import knn_graph, stored, topk
 from lattqe.search.graph import Lists
 from lattqe.search.pairing import Pairing
 from lattqe.search.stored import GraphTask, begin_graph
@@ -283,3 +284,15 @@ def test_a_node_killed_in_the_middle(features, undisturbed, tmp_path):
         assert_same(graph, undisturbed)
     finally:
         cluster.shutdown()
+
+
+def test_an_approximate_graph_is_that_of_one_process(local_ray, features, tmp_path, monkeypatch):
+    monkeypatch.setattr(stored, "part_row_counts", lambda rows, size: [400, 300, rows - 700])
+    manifests = []
+    for name in ("here", "ray"):
+        task = GraphTask(features.uri, str(tmp_path / name), K, recall=0.9)
+        pending = begin_graph(task)
+        made = stored.build_approximate(task) if name == "here" else build_approximate(task, workers=2)[0]
+        manifests.append(pending.finish(made.measured))
+    assert manifests[0].digest == manifests[1].digest
+    assert manifests[0].config == manifests[1].config

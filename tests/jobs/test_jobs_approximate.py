@@ -1,0 +1,184 @@
+"""`lattqe neighbors --approximate` and every job after it: what is promised, measured, kept and shown."""
+
+import json
+
+import numpy as np
+import pytest
+
+import jobs.append
+import jobs.augment
+import jobs.benchmark
+import jobs.duplicates
+import jobs.evaluate
+import jobs.export
+import jobs.info
+import jobs.neighbors
+import jobs.search
+import jobs.verify
+from jobs.console import guarded
+from lattqe.search import approximate, knn_graph, stored
+from lattqe.search.approximate import approximate_graph, shares_found
+from lattqe.search.stored import ClusterWorker, GraphTask, begin_graph, build_approximate
+from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph
+
+K = 8
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    """1,500 labelled rows around 30 centres, in several parts, and their first 20 as queries."""
+    rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("features")
+    labels = rng.integers(0, 30, 1500)
+    x = rng.standard_normal((30, 16))[labels] + 0.7 * rng.standard_normal((1500, 16))
+    for name, rows in (("rows", slice(None)), ("queries", slice(20)), ("more", slice(20, 30))):
+        with FeatureWriter(str(folder / name), 16, labels=True, part_bytes=20_000) as writer:
+            noise = 0 if name == "rows" else 0.01 * rng.standard_normal(x[rows].shape)
+            writer.append(x[rows] + noise, [f"{name}-{i}" for i in range(len(x[rows]))], labels=labels[rows])
+    return folder
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Sets of some thousand rows are approximated too, and graphs have several parts."""
+    monkeypatch.setattr(approximate, "LEAST_ROWS", 500)
+    monkeypatch.setattr(approximate, "MEASURED_ROWS", 200)
+    monkeypatch.setattr(stored, "part_row_counts", lambda rows, size: [600, 600, rows - 1200])
+
+
+@pytest.fixture
+def run(capsys):
+    """Call a job in this process as the command line would: (exit code, stdout, stderr on one line)."""
+
+    def call(module, *arguments):
+        code = 0
+        try:
+            guarded(module.app, args=[str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = stop.code or 0
+        captured = capsys.readouterr()
+        return code, captured.out, " ".join(captured.err.split())
+
+    return call
+
+
+def test_from_the_graph_to_the_report(small, run, features, tmp_path):
+    """The manifest says what was measured, and every job that uses the graph, or what was made of it, says so too."""
+    rows, graph, index = features / "rows", tmp_path / "graph", tmp_path / "index"
+    words = [rows, "-k", K, "--to", graph, "--approximate", "--recall", 0.9, "--json"]
+    code, out, err = run(jobs.neighbors, *words)
+    assert code == 0, err
+    facts, config = json.loads(out), NeighborGraph.open(str(graph)).manifest.config
+    assert facts["exact"] is config["exact"] is False
+    assert config["recall"] == 0.9
+    assert config["measured"]["kept"]
+    assert config["measured"]["rows"] == 200
+    assert "0.9 kept: each row in" in facts["promise"]
+    assert "recall@8" in facts["recall"]
+    I, D = NeighborGraph.open(str(graph)).read()
+    x = FeatureSet.open(str(rows)).read()
+    expected = approximate_graph(x, K, 0.9)
+    np.testing.assert_array_equal(I, expected[0])
+    np.testing.assert_array_equal(D, expected[1])
+    true = shares_found(I, knn_graph(x, K)[0]).mean()
+    assert config["measured"]["low"] <= true <= config["measured"]["high"]
+    assert not (graph / "_work").exists()
+
+    code, out, err = run(jobs.neighbors, *words)
+    assert code == 0
+    assert "already up to date" in err
+    assert json.loads(out)["promise"] == facts["promise"]
+    code, _, err = run(jobs.neighbors, rows, "-k", K, "--to", graph)
+    assert (code, "config.exact" in err) == (2, True), "an exact graph is another artifact"
+
+    told = f"an approximate graph: {facts['recall']}"
+    ranks = tmp_path / "ranks"
+    for job, *arguments in [
+        (jobs.augment, rows, "--method", "aqewd", "-k", 5, "--neighbors", graph, "--to", index),
+        (jobs.append, index, features / "more", "--to", tmp_path / "grown"),
+        (jobs.search, index, features / "queries", "-k", 9, "--to", ranks),
+        (jobs.evaluate, ranks),
+        (jobs.duplicates, rows, "--graph", graph),
+        (jobs.export, graph, "--to", tmp_path / "graph.npz"),
+        *((jobs.info, one) for one in (graph, index, ranks, tmp_path / "grown" / "neighbors")),
+    ]:
+        code, _, err = run(job, *arguments)
+        assert (code, told in err) == (0, True), (job.__name__, err)
+    for one in (graph, index, tmp_path / "grown"):
+        code, _, err = run(jobs.verify, one)
+        assert code == 0, err
+        for words in ("sound", "not exact", told):
+            assert words in err
+    spec = tmp_path / "run.toml"
+    spec.write_text(
+        f'[[dataset]]\nname = "towns"\ndatabase = "{index}"\nqueries = "{features / "queries"}"\n'
+        '[[method]]\nmethod = "aqe"\nnqe = 3\n'
+    )
+    code, _, err = run(jobs.benchmark, spec, "--to", tmp_path / "bench")
+    assert code == 0, err
+    assert f"warning: the rows of towns rest on {told}" in err
+    assert told.replace(" ", "") in (tmp_path / "bench" / "report.html").read_text().replace(" ", "")
+
+
+def test_interrupted_and_continued(small, features, tmp_path):
+    """One part of one process, the others of a second: the bytes of an undisturbed run, with the same clusters."""
+    digests = []
+    for name in ("whole", "broken"):
+        task = GraphTask(str(features / "rows"), str(tmp_path / name), K, recall=0.9)
+        pending = begin_graph(task)
+        if name == "broken":
+            ClusterWorker(task).run(1)
+            assert pending.missing() == [0, 2]
+            before = (tmp_path / name / stored.CLUSTERS).stat().st_mtime_ns
+        made = build_approximate(task)
+        if name == "broken":
+            assert (tmp_path / name / stored.CLUSTERS).stat().st_mtime_ns == before
+        manifest = pending.finish(made.measured)
+        digests.append((manifest.digest, manifest.config))
+    assert digests[0] == digests[1]
+
+
+def test_few_rows_are_searched_exactly(run, features, tmp_path):
+    code, out, err = run(
+        jobs.neighbors, features / "rows", "-k", K, "--to", tmp_path / "graph", "--approximate", "--json"
+    )
+    assert code == 0
+    assert "1,500 rows are too few to approximate" in err
+    manifest = NeighborGraph.open(str(tmp_path / "graph")).manifest
+    assert "exact" not in manifest.config
+    assert manifest.approximation is None
+    assert "recall" not in json.loads(out)
+
+
+def test_a_missed_promise_is_told(small, run, features, tmp_path, monkeypatch):
+    monkeypatch.setattr(approximate, "MOST_OVERLAP", 1)
+    monkeypatch.setattr(approximate, "SHORT_SHARE", 1.0)
+    code, out, err = run(
+        jobs.neighbors,
+        *(features / "rows", "-k", K, "--to", tmp_path / "graph", "--approximate", "--recall", 0.999, "--json"),
+    )
+    facts = json.loads(out)
+    assert code == 0, err
+    assert "0.999 MISSED" in facts["promise"]
+    assert "below the 0.999 asked for" in facts["recall"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recall", 0.9], "--recall belongs to --approximate"),
+        (["--approximate", "--recall", 1], "a recall of 1 cannot be promised"),
+        (["--approximate", "--recall", 0], "a recall of 0 cannot be promised"),
+        (["--approximate", "--recall", "nan"], "a recall of nan cannot be promised"),
+        (["--approximate", "-k", 300], "k = 300 is too large to approximate the graph of 1500 rows"),
+        (["--approximate", "--engine", "faiss"], "--engine faiss belongs to exact graphs"),
+        (["--approximate", "--plan"], "--plan belongs to exact graphs"),
+        (["--approximate", "--block-rows", 9], "--block-rows belongs to exact graphs"),
+        (["--approximate", "--against", "x", "--into", "y"], "--against belongs to exact graphs"),
+    ],
+)
+def test_refusals_are_one_line(small, run, features, tmp_path, options, message):
+    code, _, err = run(jobs.neighbors, features / "rows", "--to", tmp_path / "graph", *options)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "graph").exists()
