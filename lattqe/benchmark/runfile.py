@@ -28,6 +28,7 @@ from lattqe.benchmark.spec import (
 )
 from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS, create
+from lattqe.store.artifacts import SHIPPED, model_address
 
 MOST_BYTES = 1 << 20  # of a run's file: more is not written by hand
 MOST_NESTED = 8
@@ -160,6 +161,12 @@ class Entry:
         value = self.text(key)
         return value if "://" in value or Path(value).is_absolute() else str(self.folder / value)
 
+    def model(self) -> str:
+        """The address of the entry's model; without one, or by its name, that of the model that ships."""
+        if self.content.get("model") in (None, *SHIPPED):
+            return model_address(self.content.get("model"))
+        return self.address("model")
+
     def flag(self, key: str) -> bool:
         """True or false; false where it is not given."""
         value = self.content.get(key, False)
@@ -236,13 +243,15 @@ def _method(entry: Entry) -> Candidate:
                     f"{entry.where}: {key} without nqe: give nqe too, or neither, to take what the "
                     "model's training chose"
                 )
-        return as_trained(entry.address("model"), label, name)
+        return as_trained(entry.model(), label, name)
     choose = entry.one_of("choose", CHOICES[:-1], "fixed")
     nqe, ndba = entry.numbers("nqe"), entry.numbers("ndba")
     if not nqe:
         raise LattqeError(f"{entry.where}: method {name!r} needs nqe, the number of neighbors for queries")
     params = {
-        key: (entry.address(key),) if each.address else entry.values(key, each.kind)
+        key: ((entry.model() if key == "model" else entry.address(key)),)
+        if each.address
+        else entry.values(key, each.kind)
         for key, each in of.parameters().items()
         if key in entry.content or (each.address and of.learned)
     }

@@ -82,6 +82,14 @@ def test_mistakes_are_refused_by_name(content: dict[str, object], words: str) ->
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("named", [{}, {"model": "universal"}, {"nqe": 8}])
+def test_the_model_that_ships_needs_no_address(named: dict[str, object]) -> None:
+    content = {"dataset": [DATASET], "method": [{"method": "lattqe", **named}]}
+    (method,) = parse_run(content, Path("elsewhere"), "run.toml").methods
+    assert method.params["model"] == ("lattqe://universal",)
+    assert method.choose == ("fixed" if "nqe" in named else "model")
+
+
 def test_a_model_that_chose_nothing_must_be_told_what_to_use(tmp_path: Path) -> None:
     import numpy as np
 
