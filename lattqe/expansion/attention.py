@@ -136,6 +136,13 @@ class AttentionExpansion(Method):
         t = 1 + lists.k
         return self.fast.weights(lists.items[:, :t], lists.valid[:, :t], self.dba, k=lists.weighed)
 
+    def terms(self, lists: Lists) -> torch.Tensor:
+        """The vectors; of a direct network what its encoders make of them."""
+        network, t = self.fast.network, 1 + lists.k
+        if not network.config.direct:
+            return lists.items
+        return network(lists.items[:, :t].to(self.fast.dtype), lists.valid[:, :t]).transformed.float()
+
     @property
     def means_suffice(self) -> bool:
         """Whether database rows need of neighbors beyond the k weighed ones only their mean and their scores."""

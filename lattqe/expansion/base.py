@@ -259,6 +259,10 @@ class Method(Described, ABC):
             parts, masks, scores, lambda rows, lists: self.weights(dataclasses.replace(lists, weighed=k))
         )
 
+    def terms(self, lists: Lists) -> torch.Tensor:
+        """What the weights belong to (n, 1 + k + m, D): the vectors themselves."""
+        return lists.items
+
     def _expand(
         self,
         parts: list[np.ndarray],
@@ -278,7 +282,7 @@ class Method(Described, ABC):
                 w = weigh(rows, lists)
                 w = torch.where(lists.valid[:, : w.shape[1]], w, 0)
                 weights[rows, : w.shape[1]] = w.cpu().numpy()
-                vectors[rows] = aggregate(w, lists.items[:, : w.shape[1]]).cpu().numpy()
+                vectors[rows] = aggregate(w, self.terms(lists)[:, : w.shape[1]]).cpu().numpy()
         check_finite(self.name, vectors)
         return Expanded(vectors, weights)
 

@@ -57,6 +57,7 @@ class LAttQEConfig:
     gated: bool = False  # relational: weights are gates that can close, tokens read the whole list: see gated.py
 
     # The weights
+    direct: bool = False  # True: the d̃_i themselves are added up, which the paper's text calls weak
     power_start: float | None = None  # start of a learned power of the cosine, sign kept; None: the cosine itself
     clamp_negative: bool = False  # the paper keeps negative weights as they are
     temperature_start: float = 0.1  # of the softmax for database rows, before it is learned; flatter would be AQE
@@ -107,6 +108,8 @@ class LAttQEConfig:
                 "a gated network reads relations of a list: set relational and relation_bias, a "
                 "background such as 256, and visual to false"
             )
+        if self.direct and (self.relational or self.width is not None):
+            raise LattqeError("direct adds up tokens as vectors: set relational to false, and no width")
         if self.relational:
             return
         if not (self.visual or self.positional or self.similarity):
@@ -133,8 +136,8 @@ class LAttQEConfig:
         return self.token_width if self.ffn is None else self.ffn
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return dataclasses.asdict(self)
+        """Ready for JSON; `direct` only where it is set: networks stored before it existed keep their bytes."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "direct" or value}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LAttQEConfig":

@@ -198,7 +198,7 @@ class Head(nn.Module):
 
     def __init__(self, config: LAttQEConfig) -> None:
         super().__init__()
-        self.clamp = config.clamp_negative
+        self.clamp, self.direct = config.clamp_negative, config.direct
         # Logarithms, so that whatever the optimiser does, powers and temperatures stay above zero.
         start = config.power_start
         self.log_power = nn.Parameter(torch.tensor(math.log(start))) if start is not None else None
@@ -223,6 +223,8 @@ class Head(nn.Module):
 
     def finish(self, weights: torch.Tensor, valid: torch.Tensor, dba: bool) -> torch.Tensor:
         """Weights (n, t) without padding, clamped where that is wanted; `dba`: the tempered softmax of them."""
+        if self.direct:  # each counts as one
+            return valid.to(weights.dtype)
         if self.clamp:
             weights = weights.clamp(min=0)
         if dba:

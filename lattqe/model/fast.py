@@ -221,7 +221,7 @@ def shared_width(config: LAttQEConfig) -> int:
     there is no such product: these share nothing.
     """
     c = config
-    if c.relational or c.norm != "post" or not c.attention or not c.visual or c.similarity:
+    if c.direct or c.relational or c.norm != "post" or not c.attention or not c.visual or c.similarity:
         return 0
     return (3 if c.width is None else 4) * c.token_width
 

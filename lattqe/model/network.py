@@ -79,6 +79,10 @@ class LAttQE(nn.Module):
         assert isinstance(self.head, Head)
         return self.head(self.stack(self.tokens(items, valid)), valid, dba)
 
+    def terms(self, output: Output, items: torch.Tensor) -> torch.Tensor:
+        """What the weights of the output belong to: the items (n, t, D), or what the encoders made of them."""
+        return output.transformed if self.config.direct else items
+
     def check_width(self, columns: int) -> None:
         """Refuse vectors of other than the training's width, unless the network sees no content and has no width."""
         if columns != self.config.dim and not self.config.any_width:

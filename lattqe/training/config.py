@@ -124,6 +124,8 @@ class TrainingConfig:
                 "sampler densities trains gated networks, which have no temperature: set "
                 "network.gated=true and temperature_steps=0"
             )
+        if self.network.direct and self.temperature_steps:
+            raise LattqeError("a direct network has no weights to temper: set temperature_steps=0")
         if self.network.gated and self.sampler == "tuples":
             raise LattqeError("a gated network learns from worlds: set sampler=densities or worlds")
         if self.temperature_on == "worlds" and self.sampler != "worlds":

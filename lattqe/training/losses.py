@@ -238,7 +238,8 @@ def _expand(
 ) -> torch.Tensor:
     """Rows or queries x (n, D), expanded from the rows near (n, depth) of the world."""
     items = torch.cat([x[:, None], world[near]], dim=1)
-    weights = network(items.detach(), dba=dba, k=k).weights
+    found = network(items.detach(), dba=dba, k=k)
+    weights, items = found.weights, network.terms(found, items)
     if dba:  # nothing beyond the weighed neighbors has a weight
         weights, items = weights[:, : 1 + k], items[:, : 1 + k]
     return aggregate(weights, items)

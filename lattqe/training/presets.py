@@ -165,13 +165,14 @@ def preset(name: str, dim: int, settings: list[str] | None = None) -> TrainingCo
     return TrainingConfig(**{**values, "network": LAttQEConfig(**{**values["network"], "dim": dim})})
 
 
-# Table 2 of the paper, rows (ii) to (vi).
+# Table 2 of the paper, rows (ii) to (vi), and what its text calls weak.
 TABLE_2: dict[str, list[str]] = {
     "full": [],
     "no-attention": ["network.attention=false"],
     "no-position": ["network.positional=false"],
     "no-visual": ["network.visual=false", "network.positional_start=small"],
     "no-auxiliary": ["network.auxiliary=none", "auxiliary=0"],
+    "direct": ["network.direct=true", "temperature_steps=0"],
 }
 
 # The same questions for the relational network, and what else it is made of.

@@ -111,7 +111,8 @@ class Stage:
                 loss = loss + self.config.auxiliary * rows_loss / self.team.size
             return loss, parts
         output = self.wrapped(batch.items, batch.valid, dba=self.dba, k=batch.k)
-        return total_loss(aggregate(output.weights, batch.items), output.auxiliary, batch, self.config)
+        expanded = aggregate(output.weights, self.network.terms(output, batch.items))
+        return total_loss(expanded, output.auxiliary, batch, self.config)
 
     def loss_names(self) -> list[str]:
         """What `update` returns, by name."""

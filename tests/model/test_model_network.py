@@ -10,6 +10,7 @@ from network_variants import ABLATIONS, ablation
 from torch import nn
 
 from lattqe.errors import LattqeError
+from lattqe.expansion import create
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.model.encoder import Head
 
@@ -316,3 +317,23 @@ def test_lists_that_do_not_fit_are_refused():
         make()(lists(1, 13, 32))
     with pytest.raises(LattqeError, match="16 columns"):
         make()(lists(1, 3, 16))
+
+
+def test_a_direct_network_adds_up_what_its_encoders_make(tmp_path):
+    """The solution that the paper's text calls weak, for queries and for database rows, against loops."""
+    network, items, valid = make(dataclasses.replace(SMALL, direct=True)), lists(4, 6, 32), random_valid(4, 6)
+    network.save(str(tmp_path / "model"))
+    x, neighbors, given = items[:, 0].numpy(), items[:, 1:].numpy(), valid[:, 1:].numpy()
+    scores = np.einsum("nkd,nd->nk", neighbors, x)
+    made = network(items.masked_fill(~valid[..., None], 0), valid).transformed.detach().numpy()
+    for dba in (False, True):
+        method = create("lattqe", model=str(tmp_path / "model"), dba=dba)
+        assert method.shared_width == 0
+        found = method.expand(x, neighbors, scores, given)
+        assert np.array_equal(found.weights, valid.numpy())
+        for row in range(4):
+            total = sum(made[row, place] for place in range(7) if valid[row, place])
+            np.testing.assert_allclose(found.vectors[row], total / np.linalg.norm(total), atol=1e-5)
+    for wrong in ({"width": 16}, {"relational": True}):
+        with pytest.raises(LattqeError, match="direct adds up tokens as vectors"):
+            dataclasses.replace(SMALL, direct=True, **wrong)
