@@ -85,11 +85,11 @@ def main(
     Example: lattqe augment features --method lattqe --model model -k 48 --to index
     """
     from cluster import runs_here
-    from lattqe.augmentation import GRAPH, Augmentation
+    from lattqe.augmentation import GRAPH, Augmentation, describe
     from lattqe.cost import plans
     from lattqe.expansion import create
     from lattqe.store import FeatureSet, open_place
-    from lattqe.store.pending import refuse_foreign_files
+    from lattqe.store.pending import refuse_unlike
 
     check_reach(reach)
     original = FeatureSet.open(features)
@@ -104,7 +104,9 @@ def main(
         works = plans.augment_by(original, theta, k, hops, where, graph=given, shards=shards)
         tell(works, where, not original.place.is_local, json)
         return
-    refuse_foreign_files(open_place(to))  # before a graph or edges are put there
+    known = {"kind": "features", "config": describe(method, k, params, hops, hop_alpha)}
+    known["inputs"] = {"features": original.as_input()}
+    refuse_unlike(open_place(to), known)  # before a graph or edges are put there
     here = reach == "auto" and runs_here(original.rows, workers, address)
     with nullcontext() if here else on_ray(address):
         checked_device(theta, here)  # before a graph is computed for nothing

@@ -92,6 +92,23 @@ def refuse_foreign_files(place: Place) -> None:
         raise AlreadyExistsError(f"{place.uri} holds other files ({foreign[0]}): choose a destination that is empty")
 
 
+def refuse_unlike(place: Place, known: dict[str, Any]) -> None:
+    """Refuse a destination before anything is put below it: other files, or an artifact that differs in what is known.
+
+    known: `kind`, `config` and `inputs` of the plan to come, as far as they are known; the device does not count.
+    """
+    refuse_foreign_files(place)
+    finished = find_manifest(place)
+    standing = read_plan(place) if finished is None else {key: getattr(finished, key) for key in known}
+    if standing is None:
+        return
+    config = {name: value for name, value in standing["config"].items() if name != "device"}
+    inputs = {name: standing["inputs"].get(name) for name in known["inputs"]}
+    there = {"kind": standing["kind"], "config": config, "inputs": inputs}
+    what = "an unfinished artifact" if finished is None else "a finished artifact"
+    refuse_other(place, there, known, what)
+
+
 def read_plan(place: Place) -> dict[str, Any] | None:
     """The claim on the place, if any."""
     try:
@@ -105,8 +122,8 @@ def read_plan(place: Place) -> dict[str, Any] | None:
 
 def refuse_other(place: Place, there: dict[str, Any], plan: dict[str, Any], what: str) -> None:
     """AlreadyExistsError with the first difference, where what is `there` is not what the plan wants."""
-    # What follows from the others comes last.
-    found = sorted(differences(plan, there), key=lambda line: line.startswith(("fields.columns", "part_rows", "code_")))
+    first, last = ("kind", "config.job"), ("fields.columns", "part_rows", "code_")  # last: what follows from the others
+    found = sorted(differences(plan, there), key=lambda line: (not line.startswith(first), line.startswith(last)))
     if found:
         more = f" (and {len(found) - 1} more differences)" if len(found) > 1 else ""
         raise AlreadyExistsError(

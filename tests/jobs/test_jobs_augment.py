@@ -13,7 +13,7 @@ from jobs.console import guarded
 from jobs.verify import app as verify
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search.stored import publish_graph
-from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph
+from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, open_place
 
 ROWS, DIM, K = 2500, 24, 8
 
@@ -107,6 +107,15 @@ def test_refusals_are_one_line_and_leave_nothing(features, graph, tmp_path, caps
     assert message in shown
     assert len(shown.strip().splitlines()) == 1
     assert not to.exists()
+
+
+def test_a_destination_of_another_artifact_is_refused_before_a_graph_is_put_there(features, data, tmp_path, capsys):
+    other = write(tmp_path / "other", data[:50])
+    for to in (features.uri, other.uri):  # the features themselves, and those of somebody else
+        before = open_place(to).list()
+        assert call(augment, features.uri, "--method", "aqe", "-k", K, "--to", to) == 2
+        assert 'a finished artifact that differs: config.job: null there, "augment" here' in capsys.readouterr().err
+        assert open_place(to).list() == before
 
 
 def test_a_graph_of_other_features_is_refused_by_digest(data, graph, tmp_path, capsys):
