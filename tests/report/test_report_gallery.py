@@ -256,7 +256,9 @@ def test_order_find_and_keys(opened):
         here = opened.execute_script("return [...document.querySelectorAll('article')].indexOf(document.activeElement)")
         assert here == expected, key
     assert opened.execute_script(
-        "const box = document.activeElement.getBoundingClientRect();return box.top >= 0 && box.top < innerHeight"
+        "const box = document.activeElement.getBoundingClientRect(),"
+        "bar = document.querySelector('nav').getBoundingClientRect();"
+        "return box.top >= bar.bottom && box.top < innerHeight"
     )
 
 
