@@ -1,7 +1,7 @@
 """Measure every method on every data set of a run, with tables, figures and a page to look at."""
 
 import json as json_format
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lattqe.benchmark.spec import Run
     from lattqe.cost import Work
     from lattqe.cost.plans import Setting
+    from lattqe.report.figures import Illustration
     from lattqe.report.page import Examples
 
 
@@ -85,7 +86,7 @@ def main(
     from lattqe.benchmark.results import assemble
     from lattqe.benchmark.runfile import load_run
     from lattqe.benchmark.spec import trained_ablations
-    from lattqe.report import density_csv, render_density, render_page, to_csv
+    from lattqe.report import density_csv, density_illustrations, illustrations, render_density, render_page, to_csv
     from lattqe.store import open_place
 
     lists, cells = (columns, features, queries, relevant), None
@@ -121,10 +122,11 @@ def main(
     bench = measured(chosen, to, workers, shards, partial(ray_session, address))
     if cells is None:
         results = assemble(chosen, bench, facts(chosen, bench))
-        report = publish(results, to, partial(render_page, examples=look(results, chosen, images)), to_csv)
+        page = partial(render_page, examples=look(results, chosen, images))
+        report = publish(results, to, illustrations(results), page, to_csv)
     else:
         results = {**gains(chosen, cells, bench), **facts(chosen, bench)}
-        report = publish(results, to, render_density, density_csv)
+        report = publish(results, to, density_illustrations(results), render_density, density_csv)
     if json:
         print_json(results)
     (print_results if cells is None else print_density)(results)
@@ -328,17 +330,23 @@ def look(results: dict[str, Any], chosen: "Run", images: list[str] | None) -> "E
 def publish(
     results: dict[str, Any],
     to: str,
-    page: Callable[[Any], str] | None = None,
-    table: Callable[[Any], str] | None = None,
+    figures: "Sequence[Illustration]",
+    page: Callable[..., str],
+    table: Callable[[Any], str],
 ) -> str:
-    """Write results.json (in the order of the tables), results.csv and report.html; the page last, and its address."""
-    from lattqe.report import render_page, to_csv
+    """Write results.json (in the order of the tables), results.csv, the figures as files of their own (for slides and
+    papers) and report.html; the page last. Returns its address.
+    """
     from lattqe.store import open_place
 
     place = open_place(to)
     place.write("results.json", json_format.dumps(results, indent=1, allow_nan=False).encode())
-    place.write("results.csv", (table or to_csv)(results).encode())
-    place.write("report.html", (page or render_page)(results).encode())
+    place.write("results.csv", table(results).encode())
+    place.child("figures").delete_tree()  # those of an earlier run may have other names
+    for figure in figures:
+        for name, text in figure.files().items():
+            place.write(f"figures/{name}", text.encode())
+    place.write("report.html", page(results, figures=figures).encode())
     return f"{to.rstrip('/')}/report.html"
 
 

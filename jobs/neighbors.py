@@ -108,7 +108,8 @@ def main(
         tell([planned(task, where)], where, not sets[0].place.is_local, json)
         return
     if k >= rows:
-        screen.print(f"note: {rows:,} rows have {rows - 1:,} neighbors each, fewer than k = {k}: lists are padded")
+        note = f"note: {rows:,} rows have {rows - 1:,} neighbors each, fewer than k = {k}: lists are padded"
+        screen.print(note, markup=False, soft_wrap=True)
     if find_manifest(open_place(to)) is not None:
         manifest, facts = begin_graph(task).finish(), {}
         screen.print(f"{to} is already up to date", markup=False)

@@ -82,7 +82,7 @@ def main(
         tell([planned(sources, asked, k, expansion, where)], where, not sources[0].place.is_local, json)
         return
     if k > rows:
-        screen.print(f"note: k = {k:,} is more than the {rows:,} rows: lists are padded", markup=False)
+        screen.print(f"note: k = {k:,} is more than the {rows:,} rows: lists are padded", markup=False, soft_wrap=True)
     note_approximate(*sources)
     pending = begin_ranks(to, k, sources, asked, expansion)
     facts: dict[str, Any] = {"ranks": to, "queries": asked.rows, "k": k}

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import typer.main
 
 from jobs.cli import VERBS
+from lattqe.formats import open_source
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -124,3 +126,27 @@ def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
         if "://" not in target:
             assert (document.parent / target).exists(), target
+
+
+def test_pictures_are_there_and_small():
+    found = {
+        (document.parent / name).resolve()
+        for document in DOCUMENTS
+        for name in re.findall(r"!\[[^]]+\]\(([^)]+)\)", document.read_text())
+    }
+    assert found == set((ROOT / "docs" / "pictures").resolve().iterdir())
+    assert len(re.findall(r"^!\[", (ROOT / "README.md").read_text(), re.M)) == 2
+    for picture in found:
+        assert 1_000 < picture.stat().st_size < 100_000, picture
+
+
+def test_the_digits_are_pictures_and_tables_that_import_reads(tmp_path):
+    runpy.run_path(str(ROOT / "docs" / "examples" / "digits.py"))["main"](str(tmp_path))
+    rows = 0
+    for kind in ("database", "queries"):
+        for block in open_source([str(tmp_path / f"{kind}.parquet")]).blocks(8192):
+            assert block.vectors.shape == (len(block.ids), 64)
+            assert [name[0] for name in block.ids] == [str(label) for label in block.labels]
+            assert all((tmp_path / "images" / f"{name}.png").stat().st_size for name in block.ids)
+            rows += len(block.ids)
+    assert rows == 1797

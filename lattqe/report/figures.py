@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
@@ -35,6 +36,22 @@ STYLE = {
 }
 WIDE, PANEL = (5.6, 3.8), (3.6, 2.8)  # inches; panels stand beside each other, or below each other on a phone
 BINS = 60
+
+
+@dataclass(frozen=True)
+class Illustration:
+    """One or several panels under one title, with what to look for; `name` is what its files are called."""
+
+    name: str
+    title: str
+    note: str
+    panels: tuple[str, ...]
+
+    def files(self) -> dict[str, str]:
+        """The panels as files of their own: {'nqe.svg': text}, numbered where there are several."""
+        if len(self.panels) == 1:
+            return {f"{self.name}.svg": self.panels[0]}
+        return {f"{self.name}-{number}.svg": panel for number, panel in enumerate(self.panels, start=1)}
 
 
 def colour(method: str) -> str:

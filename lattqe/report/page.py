@@ -19,7 +19,7 @@ from lattqe.benchmark.spec import Dataset, is_learned
 from lattqe.evaluation.truth import Setup
 from lattqe.expansion import create
 from lattqe.expansion.rows import Found, expand_queries, nearest
-from lattqe.report.figures import density_gains, nqe_trends, query_gains, regime_bars, weight_profile
+from lattqe.report.figures import Illustration, density_gains, nqe_trends, query_gains, regime_bars, weight_profile
 from lattqe.report.gallery import Card, Thumbnails, Tile, marks_of
 from lattqe.report.tables import CHOSEN, KINDS, column_title, describe_setting, map_columns, map_lines, plain_cell
 from lattqe.search.index import StoredIndex
@@ -33,17 +33,13 @@ DENSITY_TEMPLATE = Path(__file__).with_name("density.html")
 HARMLESS = 0.3  # points of mAP that count as no loss
 
 
-@dataclass(frozen=True)
-class Illustration:
-    """One or several panels under one title, with what to look for."""
+def render_page(
+    results: Mapping[str, Any], examples: "Examples | None" = None, figures: Sequence[Illustration] | None = None
+) -> str:
+    """Make the page of a run's results, with pictures of its extreme queries where there are any.
 
-    title: str
-    note: str
-    panels: tuple[str, ...]
-
-
-def render_page(results: Mapping[str, Any], examples: "Examples | None" = None) -> str:
-    """Make the page of a run's results, with pictures of its extreme queries where there are any."""
+    figures: what `illustrations` gave, where they were drawn before.
+    """
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -55,7 +51,7 @@ def render_page(results: Mapping[str, Any], examples: "Examples | None" = None) 
         columns=columns,
         kinds=KINDS,
         chosen=CHOSEN,
-        figures=_figures(results),
+        figures=illustrations(results) if figures is None else figures,
         describe=describe_setting,
         is_learned=is_learned,
         everything=[
@@ -78,21 +74,25 @@ def render_page(results: Mapping[str, Any], examples: "Examples | None" = None) 
     )
 
 
-def _figures(results: Mapping[str, Any]) -> list[Illustration]:
+def illustrations(results: Mapping[str, Any]) -> list[Illustration]:
+    """The figures of a run."""
     regimes = results["figure4"]
     figures = [
         Illustration(
+            "nqe",
             "mAP over the number of neighbors",
             "Mean over the tested sets, without distractors; other parameters as in the table.",
             (nqe_trends(results["figure3"]),),
         ),
         Illustration(
+            "gain-by-relevant",
             "Gain by number of relevant images",
             "Mean over queries of the relative gain in AP, in three groups cut at percentiles 33 and 66; "
             "below each group its mean number of relevant images.",
             _bars(regimes["by_positives"], "relevant images"),
         ),
         Illustration(
+            "gain-by-ap",
             "Gain by accuracy before expansion",
             "The same by AP before expansion: queries that were hard to begin with are on the left.",
             _bars(regimes["by_ap_before"], "AP before expansion (%)"),
@@ -106,10 +106,13 @@ def _figures(results: Mapping[str, Any]) -> list[Illustration]:
             "αQE only decays with similarity. Learned weights may be negative."
         )
         figures.append(
-            Illustration("Weights by rank", note, tuple(weight_profile(profile) for profile in weights["profiles"]))
+            Illustration(
+                "weights", "Weights by rank", note, tuple(weight_profile(profile) for profile in weights["profiles"])
+            )
         )
     figures.append(
         Illustration(
+            "queries",
             "Gains and losses of single queries",
             "Without distractors. Where a line crosses zero, queries begin to lose.",
             tuple(query_gains(_name(table), _gains(results, table, "qe")) for table in results["per_query"]),
@@ -359,8 +362,21 @@ def density_csv(results: Mapping[str, Any]) -> str:
     return out.getvalue()
 
 
-def render_density(results: Mapping[str, Any]) -> str:
-    """Make the page of a density benchmark."""
+def density_illustrations(results: Mapping[str, Any]) -> list[Illustration]:
+    """The figure of each block: gain over density."""
+    return [
+        Illustration(
+            f"gain-{groups[0]['columns']}{'-distractors' if groups[0]['crowded'] else ''}",
+            title,
+            verdict(groups),
+            (density_gains(title, groups),),
+        )
+        for title, groups in blocks(results)
+    ]
+
+
+def render_density(results: Mapping[str, Any], figures: Sequence[Illustration] | None = None) -> str:
+    """Make the page of a density benchmark; figures: what `density_illustrations` gave."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -368,11 +384,11 @@ def render_density(results: Mapping[str, Any]) -> str:
         {
             "title": title,
             "groups": groups,
-            "verdict": verdict(groups),
-            "figure": density_gains(title, groups),
+            "verdict": figure.note,
+            "figure": figure.panels[0],
             "names": [_group_name(group) for group in groups],
         }
-        for title, groups in blocks(results)
+        for (title, groups), figure in zip(blocks(results), figures or density_illustrations(results), strict=True)
     ]
     return environment.from_string(DENSITY_TEMPLATE.read_text(encoding="utf-8")).render(
         results=results, blocks=shown, describe=describe_setting, chosen=CHOSEN, is_learned=is_learned

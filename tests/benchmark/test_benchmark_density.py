@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -80,6 +81,11 @@ def test_a_users_own_sets_get_an_answer(tmp_path: Path) -> None:
     assert "it harms" in text
     page = (tmp_path / "results" / "report.html").read_text()
     assert "gain in mAP (points)" in page
+    figures = sorted((tmp_path / "results" / "figures").iterdir())
+    assert [each.name for each in figures] == ["gain-16-distractors.svg", "gain-16.svg"]
+    for figure in figures:  # each is the page's own, and a whole document by itself
+        assert figure.read_text() in page
+        assert ElementTree.parse(figure).getroot().tag == "{http://www.w3.org/2000/svg}svg"
     lines = list(csv.reader((tmp_path / "results" / "results.csv").read_text().splitlines()))
     found = {tuple(line[:5]): float(line[5]) for line in lines[1:]}
     kept = cut(first, 1)

@@ -145,9 +145,12 @@ def test_an_actor_that_dies_with_two_blocks_is_not_held_against_the_older_one(tm
     def start(number):
         return Squares.options(max_concurrency=2).remote(str(tmp_path), hang_on=(3,), always_die_on=(4,))
 
-    policy = BlockPolicy(max_failures=0, window=2)
+    done = []
     with pytest.raises(LattqeError, match="block 4 failed 1 times"):
-        run_blocks(start, 1, [3, 4], on_done=lambda block, _: None, policy=policy)
+        run_blocks(
+            start, 1, [3, 4], on_done=lambda block, _: done.append(block), policy=BlockPolicy(max_failures=0, window=2)
+        )
+    assert done == [3], "asked for again, alone"
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,9 @@ def test_hostile_names_are_text_everywhere(tmp_path: Path, monkeypatch: pytest.M
     assert "$x$ [/bold]" in shown
     assert "\x1b[31m" not in shown
     page = (tmp_path / "results" / "report.html").read_text()
+    figures = {path.name: path.read_text() for path in (tmp_path / "results" / "figures").iterdir()}
+    assert {"nqe.svg", "gain-by-ap.svg", "gain-by-relevant.svg", "queries.svg"} <= set(figures)
+    assert all(figure in page for figure in figures.values())
     assert "<script>$" not in page
     assert "&lt;script&gt;$\\frac{&lt;/script&gt;" in page
     with open(tmp_path / "results" / "results.csv", newline="") as lines:
