@@ -2,6 +2,7 @@
 
     python -m benchmarks.million --to million                      # 1,000,000 x 64 float16, k = 32
     python -m benchmarks.million --to small --rows 50000           # to try it
+    python -m benchmarks.million --whole --kills 3 --to whole      # the whole pipeline on S3: see benchmarks/whole.py
 
 Killed, the same command goes on. Rows are views of 50,000 places (so that lists mean something), and every thousandth
 row is an exact copy of another: the order among equals is checked too. Dot products of float16 unit vectors are exact
@@ -62,15 +63,30 @@ def check(features: FeatureSet, graph: NeighborGraph, sample: int) -> int:
     return int(((neighbors == where).all(1) & (scores == best.astype(np.float32)).all(1)).sum())
 
 
+def parser() -> argparse.ArgumentParser:
+    """The options of both modes."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--to", required=True, help="folder for the rows, the graph and the results")
+    found.add_argument("--rows", type=int, default=1_000_000)
+    found.add_argument("--dim", type=int, default=64)
+    found.add_argument("-k", type=int, default=32)
+    found.add_argument("--workers", type=int, default=os.cpu_count(), help="Ray workers; --whole: 0 for as jobs choose")
+    found.add_argument("--sample", "--check", dest="check", type=int, default=1000, help="rows computed by brute force")
+    whole = found.add_argument_group("the whole pipeline, 128 columns, on a real S3 server")
+    whole.add_argument("--whole", action="store_true")
+    whole.add_argument("--kills", type=int, default=0, help="kill the running command so many times and continue")
+    whole.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    data = os.environ.get("LATTQE_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")
+    whole.add_argument("--data", default=data, help="folder of the photographs")
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", required=True, help="folder for the rows, the graph and results.json")
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("-k", type=int, default=32)
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--sample", type=int, default=1000)
-    options = parser.parse_args()
+    options = parser().parse_args()
+    if options.whole:
+        from benchmarks.whole import run_whole
+
+        run_whole(options, check)
     folder = Path(options.to)
     features, graph = str(folder / "features"), str(folder / "graph")
     write_rows(features, options.rows, options.dim)
@@ -94,11 +110,11 @@ def main() -> None:
         "wall_seconds": round(time.monotonic() - started, 1),
         "load": [round(value, 1) for value in os.getloadavg()],
     }
-    result["checked"] = options.sample
-    result["right"] = check(FeatureSet.open(features), NeighborGraph.open(graph), options.sample)
+    result["checked"] = options.check
+    result["right"] = check(FeatureSet.open(features), NeighborGraph.open(graph), options.check)
     (folder / "results.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result, indent=1))
-    sys.exit(result["right"] != options.sample)
+    sys.exit(result["right"] != options.check)
 
 
 if __name__ == "__main__":

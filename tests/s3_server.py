@@ -9,23 +9,28 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+PORTS = ("master", "volume", "filer", "s3", "admin", "metrics")
 ACCESS_KEY, SECRET_KEY, BUCKET = "testak", "testsecretkey123", "test-bucket"
 GRPC_OFFSET = 10_000  # each of the server's ports takes a second one this far above
 
 
 class S3Server:
-    """One `weed mini` process. `environment` points boto3, pyarrow and child processes to it."""
+    """One `weed mini` process. `environment` points boto3, pyarrow and child processes to it.
 
-    def __init__(self, folder: Path, address: str = "127.0.0.1") -> None:
+    `ports`: those of an earlier server on the same folder, which it remembers; by default free ones.
+    """
+
+    def __init__(self, folder: Path, address: str = "127.0.0.1", ports: dict[str, int] | None = None) -> None:
         self.folder, self.address = folder, address
-        self._ports = dict(zip(("master", "volume", "filer", "s3", "admin"), _free_ports(5, address)))
-        self.endpoint = f"http://{address}:{self._ports['s3']}"
+        self.ports = ports or dict(zip(PORTS, _free_ports(len(PORTS), address)))
+        self.endpoint = f"http://{address}:{self.ports['s3']}"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -42,7 +47,7 @@ class S3Server:
     def start(self) -> "S3Server":
         """Start the server and wait until it takes a PUT."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        ports = [f"-{name}.port={port}" for name, port in self._ports.items()]
+        ports = [f"-{name}.port={port}" for name, port in self.ports.items() if name != "metrics"]
         with open(self.folder / "server.log", "ab") as log:
             self._process = subprocess.Popen(
                 [
@@ -54,6 +59,7 @@ class S3Server:
                     f"-ip={self.address}",
                     f"-ip.bind={self.address}",
                     *ports,
+                    f"-metricsPort={self.ports['metrics']}",
                     "-webdav=false",
                     "-admin.ui=false",
                     "-s3.port.iceberg=0",
@@ -90,6 +96,17 @@ class S3Server:
         """A signal, such as SIGSTOP: then it takes connections and never answers."""
         if self._process is not None:
             self._process.send_signal(number)
+
+    def traffic(self) -> tuple[int, int, int]:
+        """Bytes sent (read by clients), bytes received (written by them) and requests, since it was started."""
+        with urllib.request.urlopen(f"http://{self.address}:{self.ports['metrics']}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        names = ("bucket_traffic_sent_bytes_total", "bucket_traffic_received_bytes_total", "request_total")
+        counted = [
+            sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"SeaweedFS_s3_{name}{{"))
+            for name in names
+        ]
+        return int(counted[0]), int(counted[1]), int(counted[2])
 
     def client(self, read_timeout: float = 30):
         """A plain boto3 client for looking behind the scenes."""
