@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
+from cluster.blocks import BlockPolicy, BlockSummary, check_parts, run_blocks
 from cluster.graph_plan import Cut, GraphPlan, agree_on_cut, places, plan_graph
 from cluster.graph_worker import GraphWorker, Item
 from cluster.lists import find_lists
@@ -175,13 +175,15 @@ def run_graph(
     resources: dict[str, float] | None = None,
     policy: BlockPolicy | None = None,
     grows: bool = False,
+    pending: Pending | None = None,
 ) -> GraphSummary:
     """Compute and publish all missing parts of `task.to` with `workers` actors; the manifest is the caller's.
 
     `on_products(n)` is called after each n products (of two vectors); `resources` is what one actor asks Ray for.
-    With `grows`, nodes that join while it runs get actors too.
+    With `grows`, nodes that join while it runs get actors too. `pending` knows which parts were checked already.
     """
-    pending = Pending.attach(task.to)
+    pending = pending or Pending.attach(task.to)
+    check_parts(pending)
     progress = Progress(task, cut, pending, workers, on_products)
     actor_class = ray.remote(**(resources or {"num_cpus": 1}))(GraphWorker)
     started = time.monotonic()
@@ -218,6 +220,7 @@ def prepare_graph(
     if pending.finished is None:  # else nothing is left to cut, and nothing may be left behind
         cut = agree_on_cut(pending.place, plan.cut)
         plan = plan if cut == plan.cut else replace(plan, cut=cut, reason="an earlier run began with it")
+        check_parts(pending)
     return replace(task, threads=plan.threads, kind=plan.kind), plan, pending
 
 
@@ -231,9 +234,9 @@ def build_graph(
     on_products: Callable[[int], None] = lambda products: None,
     *,
     plan: GraphPlan,
-    policy: BlockPolicy | None = None,
+    pending: Pending | None = None,
 ) -> GraphSummary:
     """Compute and publish all missing parts, as `lattqe.search.stored.build_graph` does in this process."""
     return run_graph(
-        task, plan.cut, plan.workers, on_products, resources=plan.resources, policy=policy, grows=plan.grows
+        task, plan.cut, plan.workers, on_products, resources=plan.resources, grows=plan.grows, pending=pending
     )

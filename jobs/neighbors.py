@@ -158,7 +158,7 @@ def neighbors(
     show_plan(task, plan, left)
     done = plan.products - left
     with progress_bar("products, millions", plan.products // PROGRESS_UNIT + 1, done // PROGRESS_UNIT) as bar:
-        summary = build_graph(task, _in_millions(bar, done), plan=plan)
+        summary = build_graph(task, _in_millions(bar, done), plan=plan, pending=pending)
     return pending.finish(), facts_of(summary, plan, left)
 
 

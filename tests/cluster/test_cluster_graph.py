@@ -186,7 +186,11 @@ class Stop(Exception):
 def test_owners_write_lists_once_and_finished_blocks_are_not_made_again(
     local_ray, features, undisturbed, tmp_path, monkeypatch
 ):
-    """An actor dies in the middle of a block, the driver after two; the next one, with another cut in mind, goes on."""
+    """An actor dies in the middle of a block, the driver after two; the next one, with another cut in mind, goes on.
+
+    It does not read the part that is finished: a worker does.
+    """
+    monkeypatch.setattr("lattqe.search.stored.part_row_counts", lambda rows, row_bytes: [150] * 6)
     fatal, log = tmp_path / "fatal", tmp_path / "log"
     fatal.touch()
     monkeypatch.setattr("cluster.graph.GraphWorker", mortal_owner(str(fatal), str(log)))
@@ -201,6 +205,8 @@ def test_owners_write_lists_once_and_finished_blocks_are_not_made_again(
         compute(task, cut, 1, stop)
     lists = [name for name in open_place(task.to).list() if name.startswith("_work/lists/")]
     assert lists == [file_name(block, cut.complete(block)) for block in (0, 1)], "nothing but finished lists"
+    assert open_place(task.to).exists("part-00000.arrow")
+    monkeypatch.setattr("lattqe.store.pending.load_part", lambda place, part: pytest.fail("the driver reads a part"))
     graph, summary = compute(task, cut_rows(900, 0, 2, 300), 1)
     assert summary.blocks.actors_lost == 1
     assert_same(graph, undisturbed)
