@@ -3,6 +3,7 @@
 Also how rows are cut into those blocks, for that decides what is read and written.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -228,9 +229,8 @@ def overlaps(cut: Cut, part_rows: Sequence[int]) -> list[int]:
     counts, low = [0] * cut.blocks, 0
     for size in part_rows:
         high = low + size
-        for block in range(cut.blocks):
-            start, stop = cut.rows(block)
-            counts[block] += start < high and low < stop
+        for block in range(bisect_right(cut.bounds, low) - 1, bisect_left(cut.bounds, high)):
+            counts[block] += 1
         low = high
     return counts
 

@@ -337,7 +337,7 @@ def test_the_plan_chooses_the_schedule_by_cost():
     longer = pairs.cost.seconds / fast.cost.seconds
     assert longer > 1
     assert fast.reason.startswith(f"by pairs {longer:.3g} times as long: 0.5")
-    small = choose_schedule(planned(1_000_000, 128, 64, 2, 1e8), 518 << 20)
+    small = choose_schedule(planned(1_000_000, 128, 64, 2, 1e8), 560 << 20)
     assert (small.cut.schedule, small.reason) == ("pairs", "the other does not fit")
 
 
