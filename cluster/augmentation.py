@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from cluster.blocks import BlockPolicy, run_blocks
+from cluster.blocks import BlockPolicy, check_parts, run_blocks
 from cluster.hops import run_hops
 from cluster.metrics import Work
 from cluster.reach import Reach, ShardReader
@@ -33,16 +33,18 @@ def build_index(
     resources: dict[str, float] | None = None,
     policy: BlockPolicy | None = None,
     shards: ShardReader | None = None,
+    pending: Pending | None = None,
 ) -> AugmentSummary:
     """Compute and publish all missing parts of `task.to` with `workers` actors; `on_rows(n)` after each n rows.
 
     As `lattqe.augmentation.build_index` does in this process, with the same bytes. `resources` is what one actor asks
     Ray for, as in `{"num_cpus": 1, "num_gpus": 1}`. With `shards`, workers gather vectors from these instead of
-    mapping them. The manifest is the caller's.
+    mapping them. `pending` knows which parts were checked already. The manifest is the caller's.
     """
     if task.hopping:
-        return run_hops(task.hop_task(), on_rows, AugmentSummary(), workers=workers, policy=policy)
-    pending = Pending.attach(task.to)
+        return run_hops(task.hop_task(), on_rows, AugmentSummary(), workers=workers, policy=policy, pending=pending)
+    pending = pending or Pending.attach(task.to)
+    check_parts(pending)
     items, waiting = items_to_do(pending, task.block_rows)
     summary = AugmentSummary()
     rows = partial(rows_of, part_rows=pending.part_rows, block_rows=task.block_rows)

@@ -271,7 +271,7 @@ class Indexes:
     def _graph_on_ray(self, task: GraphTask) -> NeighborGraph:
         check_sets(task)
         pending = begin_graph(task)
-        if pending.missing():
+        if pending.finished is None:
             task, plan, pending = prepare_graph(task, self.workers)
             done = 0
 
@@ -280,7 +280,7 @@ class Indexes:
                 done += products
                 self.tell(f"graph of {plan.rows:,} rows, {100 * done / plan.products:.0f} %")
 
-            build_graph(task, advance, plan=plan)
+            build_graph(task, advance, plan=plan, pending=pending)
         pending.finish()
         return NeighborGraph.open(task.to)
 
@@ -307,5 +307,5 @@ class Indexes:
         if self._here(total):
             build_index(task, advance)
         else:
-            on_ray.build_index(task, advance, workers=self.workers)
+            on_ray.build_index(task, advance, workers=self.workers, pending=pending)
         pending.finish()

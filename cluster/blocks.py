@@ -18,6 +18,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 
 from cluster.metrics import Watch, Work
 from lattqe.errors import LattqeError
+from lattqe.store import Pending
 
 Block = TypeVar("Block", bound=Hashable)  # what names a block: a number, or a tuple such as (part, start, stop)
 
@@ -262,6 +263,25 @@ class _BlockRun(Generic[Block]):
         for actor in self.actors.values():
             ray.kill(actor)
         self.watch.close()
+
+
+def check_parts(pending: Pending) -> None:
+    """Hold the parts that an earlier run has left against their receipts, once, in tasks on all nodes: after this,
+    `pending.missing()` reads none of them.
+    """
+    numbers = pending.unchecked()
+    tasks = min(len(numbers), max(int(ray.cluster_resources().get("CPU", 1)), 1))
+    check = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(_sound_parts)  # actors may hold all processors
+    try:
+        for sound in ray.get([check.remote(pending.uri, numbers[task::tasks]) for task in range(tasks)]):
+            pending.trust(sound)
+    except RayError as error:
+        raise user_error(error) or error from None
+
+
+def _sound_parts(uri: str, numbers: list[int]) -> list[int]:
+    """Those of the parts that are what their receipts say; damaged ones are removed."""
+    return Pending.attach(uri).check(numbers)
 
 
 def run_blocks(

@@ -5,6 +5,9 @@ and writes them back, so it holds two blocks and their running top-k and nothing
 block at once (`lattqe.search.pairing`). All progress is in storage, in files that depend on nothing but which blocks
 were compared (`cluster.lists`): any process may die at any time, and the same command goes on where it stopped.
 
+Lists are rewritten after every pair. Where moving them would take longer than the products, blocks have owners
+instead (the schedule "rows"): a piece of work is one block, all other rows pass it, and its lists are written once.
+
 With a second set whose own graph is known, rows of that set are not compared with each other again: they only meet the
 rows of the first set, and what they find is merged into their known lists at the end.
 """
@@ -19,7 +22,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
+from cluster.blocks import BlockPolicy, BlockSummary, check_parts, run_blocks
 from cluster.graph_plan import Cut, GraphPlan, agree_on_cut, places, plan_graph
 from cluster.graph_worker import GraphWorker, Item
 from cluster.lists import find_lists
@@ -74,14 +77,14 @@ class Progress:
     def look(self) -> None:
         """Read from storage what is done."""
         self.seen = find_lists(self.pending.place, self.cut.blocks)
-        left = [pair for pair in self.cut.pairs() if not self.compared(*pair)] if self.parts else []
+        left = [pair for pair in self.cut.work() if not self.compared(*pair)] if self.parts else []
         self.pairing = Pairing(left, first=[pair for pair in left if self.cut.siblings(*pair)])
         self.in_flight: set[Item] = set()
         self.waiting = {part: self.blocks_of(part) for part in self.parts}
 
     def compared(self, a: int, b: int) -> bool:
         """Whether both sides have it."""
-        gain_a, gain_b = self.cut.gain(a, b)
+        gain_a, gain_b = self.cut.gain(a, b)  # of a block with an owner: all there is to see
         return self.seen[a] & gain_a == gain_a and self.seen[b] & gain_b == gain_b
 
     def blocks_of(self, part: int) -> set[int]:
@@ -102,11 +105,12 @@ class Progress:
 
     def products_left(self) -> int:
         """Products still to compute."""
-        return sum(self.cut.cost(*pair) for pair in self.cut.pairs() if not self.compared(*pair)) if self.parts else 0
+        return sum(self.cut.cost(*pair) for pair in self.cut.work() if not self.compared(*pair)) if self.parts else 0
 
     def grow(self, places: int) -> int:
         """The cluster has room for so many workers now: how many there shall be, as far as there are pairs for them."""
-        self.workers = max(self.workers, min(places, self.cut.blocks // 2))
+        at_once = self.cut.blocks // 2 if self.cut.schedule == "pairs" else self.cut.blocks
+        self.workers = max(self.workers, min(places, at_once))
         return self.workers
 
     def possible(self) -> list[Item]:
@@ -171,13 +175,15 @@ def run_graph(
     resources: dict[str, float] | None = None,
     policy: BlockPolicy | None = None,
     grows: bool = False,
+    pending: Pending | None = None,
 ) -> GraphSummary:
     """Compute and publish all missing parts of `task.to` with `workers` actors; the manifest is the caller's.
 
     `on_products(n)` is called after each n products (of two vectors); `resources` is what one actor asks Ray for.
-    With `grows`, nodes that join while it runs get actors too.
+    With `grows`, nodes that join while it runs get actors too. `pending` knows which parts were checked already.
     """
-    pending = Pending.attach(task.to)
+    pending = pending or Pending.attach(task.to)
+    check_parts(pending)
     progress = Progress(task, cut, pending, workers, on_products)
     actor_class = ray.remote(**(resources or {"num_cpus": 1}))(GraphWorker)
     started = time.monotonic()
@@ -206,13 +212,15 @@ def run_graph(
 
 
 def prepare_graph(
-    task: GraphTask, workers: int | None = None, block_rows: int | None = None
+    task: GraphTask, workers: int | None = None, block_rows: int | None = None, schedule: str = "auto"
 ) -> tuple[GraphTask, GraphPlan, Pending]:
     """Plan for the connected cluster and claim the destination: the plan has the cut of an earlier run, if any."""
-    plan = plan_graph(task, workers, block_rows)  # before anything is claimed: it may refuse
+    plan = plan_graph(task, workers, block_rows, schedule)  # before anything is claimed: it may refuse
     pending = begin_graph(task)
     if pending.finished is None:  # else nothing is left to cut, and nothing may be left behind
-        plan = replace(plan, cut=agree_on_cut(pending.place, plan.cut))
+        cut = agree_on_cut(pending.place, plan.cut)
+        plan = plan if cut == plan.cut else replace(plan, cut=cut, reason="an earlier run began with it")
+        check_parts(pending)
     return replace(task, threads=plan.threads, kind=plan.kind), plan, pending
 
 
@@ -226,9 +234,9 @@ def build_graph(
     on_products: Callable[[int], None] = lambda products: None,
     *,
     plan: GraphPlan,
-    policy: BlockPolicy | None = None,
+    pending: Pending | None = None,
 ) -> GraphSummary:
     """Compute and publish all missing parts, as `lattqe.search.stored.build_graph` does in this process."""
     return run_graph(
-        task, plan.cut, plan.workers, on_products, resources=plan.resources, policy=policy, grows=plan.grows
+        task, plan.cut, plan.workers, on_products, resources=plan.resources, grows=plan.grows, pending=pending
     )

@@ -15,8 +15,9 @@ import numpy as np
 import ray
 
 from cluster.session import gpus_available, only_this_machine, require_resources
-from lattqe.cost.graph import Cut, bytes_per_row, fitting_rows, graph_of_pairs, plan_pairs
-from lattqe.cost.work import Machines, Stored, Work
+from lattqe.cost.graph import Cut
+from lattqe.cost.rows import cut_for, graph_on_ray
+from lattqe.cost.work import Cost, Machines, Stored, Work
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.search.stored import GraphTask, check_sets, open_sets
 from lattqe.store import Place, open_place
@@ -29,11 +30,11 @@ CUT = "_work/cut.json"
 def agree_on_cut(place: Place, cut: Cut) -> Cut:
     """Use this cut, or the one that an earlier run of the same job has begun with: its files belong to that."""
     try:
-        place.create(CUT, json.dumps({"bounds": cut.bounds, "own": cut.own}).encode())
+        place.create(CUT, json.dumps({"bounds": cut.bounds, "own": cut.own, "schedule": cut.schedule}).encode())
         return cut
     except AlreadyExistsError:
         there = json.loads(place.read(CUT))
-        return Cut(tuple(there["bounds"]), there["own"])
+        return Cut(tuple(there["bounds"]), there["own"], there.get("schedule", "pairs"))
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,12 @@ class GraphPlan:
     grows: bool  # whether nodes that join get workers too
     cached: bool  # whether nodes keep what they read
     remote: bool
+    reason: str = ""  # for the schedule of the cut
 
     @cached_property
     def work(self) -> Work:
         """What is computed, moved and held."""
-        return graph_of_pairs(
+        return graph_on_ray(
             self.sets,
             self.dim,
             self.k,
@@ -93,9 +95,19 @@ class GraphPlan:
         """Expected time."""
         return self.work.worker_seconds / self.workers
 
+    @property
+    def cost(self) -> Cost:
+        """The same with what moving all bytes takes, by which the schedule is chosen."""
+        return Cost((self.work,), self.machines, self.remote)
 
-def plan_graph(task: GraphTask, workers: int | None = None, block_rows: int | None = None) -> GraphPlan:
-    """Plan a graph for the connected cluster; LattqeError with advice where it cannot fit."""
+
+def plan_graph(
+    task: GraphTask, workers: int | None = None, block_rows: int | None = None, schedule: str = "auto"
+) -> GraphPlan:
+    """Plan a graph for the connected cluster; LattqeError with advice where it cannot fit.
+
+    `schedule`: "pairs", "rows", or "auto" for the one that costs less time.
+    """
     sets = open_sets(task)
     check_sets(task)
     rows = sum(each.rows for each in sets)
@@ -109,16 +121,12 @@ def plan_graph(task: GraphTask, workers: int | None = None, block_rows: int | No
         resources["num_gpus"] = 1
     require_resources({"CPU": threads} | ({"GPU": 1} if gpus_available() else {}), workers)
     speed = measure_worker(replace(task, threads=threads), resources)
-    row_bytes = bytes_per_row(sets[0].dim, task.k, np.dtype(sets[0].dtype).itemsize)
-    budget = worker_budget(workers, speed["device_bytes"])
-    fit = fitting_rows(budget, row_bytes, speed["products_per_second"])
-    cut = plan_pairs(own, rows - own, workers, fit, budget, row_bytes, block_rows)
-    plan = GraphPlan(
+    base = GraphPlan(
         tuple(Stored.of(each.manifest) for each in sets),
         sets[0].dim,
         sets[0].dtype,
         task.k,
-        cut,
+        Cut((0, own) if own == rows else (0, own, rows), 1),
         connected_machines(workers),
         resources,
         speed["products_per_second"],
@@ -127,8 +135,47 @@ def plan_graph(task: GraphTask, workers: int | None = None, block_rows: int | No
         task.cache is not None,
         not sets[0].place.is_local,
     )
+    plan = choose_schedule(base, worker_budget(workers, speed["device_bytes"]), block_rows, schedule)
     check_disk(task.to, plan.work.scratch + plan.work.stored)
     return plan
+
+
+def choose_schedule(base: GraphPlan, budget: int, block_rows: int | None = None, schedule: str = "auto") -> GraphPlan:
+    """Cut the rows of a plan by the schedule asked for, or by the one that costs less time; it says why.
+
+    `budget`: bytes of memory of one worker.
+    """
+    fitting: list[GraphPlan] = []
+    refusals: list[LattqeError] = []
+    own, rows = base.cut.bounds[1], base.cut.bounds[-1]
+    for name in ("pairs", "rows") if schedule == "auto" else (schedule,):
+        try:
+            cut = cut_for(
+                name,
+                own,
+                rows - own,
+                base.workers,
+                base.dim,
+                base.k,
+                itemsize=np.dtype(base.dtype).itemsize,
+                budget=budget,
+                products_per_second=base.products_per_second,
+                block_rows=block_rows,
+            )
+            fitting.append(replace(base, cut=cut))
+        except LattqeError as refusal:
+            refusals.append(refusal)
+    if not fitting:
+        raise refusals[0]
+    if len(fitting) == 1:
+        return replace(fitting[0], reason="the other does not fit" if refusals else "as asked for")
+    best, other = sorted(fitting, key=lambda plan: plan.cost.seconds)
+    moved, more = ((plan.work.read + plan.work.written) / 1e9 for plan in (best, other))
+    return replace(
+        best,
+        reason=f"by {other.cut.schedule} {other.cost.seconds / max(best.cost.seconds, 1e-9):.3g} times as long: "
+        f"{other.products / best.products:.2g} times the products, {more:,.3g} GB moved instead of {moved:,.3g}",
+    )
 
 
 def connected_machines(workers: int | None = None) -> Machines:

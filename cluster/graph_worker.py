@@ -2,6 +2,9 @@
 
 import resource
 import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -9,8 +12,9 @@ import ray
 
 from cluster.lists import StaleListsError, delete_lists, file_name, read_lists, write_lists
 from lattqe.cost import Cut
+from lattqe.cost.rows import visitor_rows
 from lattqe.search.exact import exact_scores, published
-from lattqe.search.graph import Lists, compare_between, compare_within
+from lattqe.search.graph import Lists, compare_between, compare_one_way, compare_within
 from lattqe.search.pairing import Clock
 from lattqe.search.rows import Rows, in_one
 from lattqe.search.stored import GraphTask, open_sets
@@ -18,7 +22,8 @@ from lattqe.search.update import join_lists
 from lattqe.store import NeighborGraph, Pending, neighbors_table
 from lattqe.store.place import traffic
 
-Item = tuple[int, ...]  # (a, b, seen by a, seen by b): compare two blocks; (part,): assemble one part
+# (a, b, seen by a, seen by b): compare two blocks, or a block that is owned, which is a and b; (part,): assemble it.
+Item = tuple[int, ...]
 
 
 class GraphWorker:
@@ -36,6 +41,7 @@ class GraphWorker:
         self.pending = Pending.attach(task.to)
         self.place = self.pending.place
         self.loaded: dict[tuple[int, int], Any] = {}
+        self.stream_rows = visitor_rows(self.sets[0].dim)
         self.idle_since = time.perf_counter()
 
     def run(self, item: Item) -> dict[str, Any]:
@@ -45,6 +51,8 @@ class GraphWorker:
         try:
             if len(item) == 1:
                 self.assemble(item[0])
+            elif self.cut.schedule == "rows":
+                self.own(item[0])
             else:
                 self.compare(*item)
         except StaleListsError:
@@ -111,6 +119,44 @@ class GraphWorker:
             if self.task.engine == "lattqe":
                 return compare_between(rows, visitors, lists_a, lists_b, first, start, lanes, self.clock, floor)
         return lists_a.add(*self.by_faiss(rows, visitors), start), lists_b.add(*self.by_faiss(visitors, rows), first)
+
+    def own(self, block: int) -> None:
+        """Make the lists of one block, by comparing it with all that it is to see; they are written once."""
+        complete = self.cut.complete(block)
+        if self.place.exists(file_name(block, complete)):
+            return
+        self.loaded.clear()  # blocks are as large as memory allows: that of before has to go
+        start, stop = self.cut.rows(block)
+        lists = Lists.empty(stop - start, self.task.k)
+        if block < self.cut.own:
+            lists, _ = self.compare_siblings(block, block, lists, lists)
+        floor = self.known_floor(block, start, stop)
+        with self.lanes() as lanes:
+            rows = self.load(start, stop, lanes[0])
+            for first, visitors in self.passing(block, lanes[0]):
+                if self.task.engine == "faiss":
+                    lists = lists.add(*self.by_faiss(rows, visitors), first)
+                else:
+                    lists = compare_one_way(rows, visitors, lists, first, lanes, self.clock, floor)
+        with self.clock("writing"):
+            write_lists(self.place, block, complete, lists)
+
+    def passing(self, block: int, products: Any) -> Iterator[tuple[int, Any]]:
+        """(first row, rows on the device) of all that a block is compared with; the next are loaded meanwhile."""
+        from lattqe.search.products import Block
+
+        def load(span: tuple[int, int]) -> Any:
+            return Block.load(self.rows(*span), products, self.task.k, widen=True)
+
+        spans = self.cut.visitors(block, self.stream_rows)
+        with ThreadPoolExecutor(1) as pool:
+            ahead = deque(pool.submit(load, span) for span in spans[:1])
+            for (start, _), following in zip(spans, [*spans[1:], None]):
+                with self.clock("loading"):
+                    visitors = ahead.popleft().result()
+                if following is not None:
+                    ahead.append(pool.submit(load, following))
+                yield start, visitors
 
     def lanes(self) -> Any:
         """Lanes of the plan's kind of products; faiss takes float32 rows from main memory."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import ray
 
-from cluster.blocks import BlockPolicy, run_blocks
+from cluster.blocks import BlockPolicy, check_parts, run_blocks
 from cluster.metrics import Work
 from lattqe.augmentation import AugmentSummary
 from lattqe.augmentation.bands import HopTask, HopWorker, Item, Schedule, rows_of, until_sound
 from lattqe.cost.augment import hop_buffers
-from lattqe.store import Edges, FeatureSet
+from lattqe.store import Edges, FeatureSet, Pending
 from lattqe.store.parts import RESIDENT_BYTES
 
 
@@ -41,17 +41,21 @@ def run_hops(
     workers: int | None = None,
     resources: dict[str, float] | None = None,
     policy: BlockPolicy | None = None,
+    pending: Pending | None = None,
 ) -> AugmentSummary:
     """Do all that is missing of `task.to` with `workers` actors; `on_rows(n)` after each n rows of a group of columns.
 
-    An actor asks for a core. What it took is added to `summary`. The manifest is the caller's.
+    An actor asks for a core. What it took is added to `summary`. `pending` knows which parts were checked already.
+    The manifest is the caller's.
     """
     started = time.monotonic()
+    pending = pending or Pending.attach(task.to)
+    check_parts(pending)
     workers = workers or default_workers()
     actors = ray.remote(**(resources or {"num_cpus": 1}))(HopWorker).options(scheduling_strategy="SPREAD")
 
     def attempt() -> None:
-        schedule = Schedule(task)
+        schedule = Schedule(task, pending)
 
         def on_done(item: Item, result: dict[str, Any]) -> list[Item]:
             summary.add(result)

@@ -166,12 +166,11 @@ def computed_graph(
     from lattqe.store import NeighborGraph
 
     task = GraphTask(original.uri, to, k, None, None, cache)
-    if not begin_graph(task).missing():
-        begin_graph(task).finish()
-    elif here:
-        neighbors_here(task)
-    else:
-        neighbors(task, workers)
+    if begin_graph(task).finished is None:
+        if here:
+            neighbors_here(task)
+        else:
+            neighbors(task, workers)
     return NeighborGraph.open(to)
 
 
@@ -258,23 +257,25 @@ def _hop_here(task: "Augmentation") -> Made:
 
     pending = begin_index(task)
     show_hops(task, 1, HERE)
-    with _hop_bar(task) as bar:
+    with _hop_bar(task, pending) as bar:
         summary = build_index(task, bar.advance)
     return Made(task, pending.finish(), summary, "")
 
 
 def _hop(task: "Augmentation", workers: int | None, process: int | None) -> Made:
     from cluster.augmentation import build_index
+    from cluster.blocks import check_parts
     from cluster.hops import default_workers, predict_memory
     from lattqe.augmentation import begin_index
     from lattqe.device import resident_bytes
 
     pending = begin_index(task)
+    check_parts(pending)
     workers = workers or default_workers()
     memory = predict_memory(task.hop_task(), process or resident_bytes())
     show_hops(task, workers, {"workers": workers, "memory of a worker": human_bytes(memory)})
-    with _hop_bar(task) as bar:
-        summary = build_index(task, bar.advance, workers=workers)
+    with _hop_bar(task, pending) as bar:
+        summary = build_index(task, bar.advance, workers=workers, pending=pending)
     return Made(
         task,
         pending.finish(),
@@ -284,10 +285,10 @@ def _hop(task: "Augmentation", workers: int | None, process: int | None) -> Made
     )
 
 
-def _hop_bar(task: "Augmentation") -> AbstractContextManager[ProgressBar]:
+def _hop_bar(task: "Augmentation", pending: "Pending") -> AbstractContextManager[ProgressBar]:
     from lattqe.augmentation.bands import Schedule
 
-    schedule = Schedule(task.hop_task())
+    schedule = Schedule(task.hop_task(), pending)
     total = schedule.cut.rows * task.hops * len(schedule.cut.groups)
     return progress_bar("hops, rows", total, total - schedule.rows_left())
 
@@ -325,6 +326,7 @@ def show_hops(task: "Augmentation", workers: int, where: dict[str, Any]) -> None
 
 def _augment(task: "Augmentation", workers: int | None, reach: str, process: int | None) -> Made:
     from cluster.augmentation import build_index, default_workers, predict_memory
+    from cluster.blocks import check_parts
     from cluster.reach import ShardReader, choose_reach, open_shards
     from lattqe.augmentation import begin_index
     from lattqe.device import resident_bytes
@@ -332,6 +334,7 @@ def _augment(task: "Augmentation", workers: int | None, reach: str, process: int
     from lattqe.store import FeatureSet, NeighborGraph
 
     pending = begin_index(task)
+    check_parts(pending)
     workers = workers or default_workers()
     original, graph = FeatureSet.open(task.features), NeighborGraph.open(task.graph)
     chosen = choose_reach(reach, original, task.cache)
@@ -351,7 +354,7 @@ def _augment(task: "Augmentation", workers: int | None, reach: str, process: int
     )
     with open_shards(original, chosen) as index, _bar(pending) as bar:
         reader = ShardReader(index) if index is not None else None
-        summary = build_index(task, bar.advance, workers=workers, shards=reader)
+        summary = build_index(task, bar.advance, workers=workers, shards=reader, pending=pending)
     return Made(
         task,
         pending.finish(),

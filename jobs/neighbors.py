@@ -45,6 +45,14 @@ class Engine(StrEnum):
     faiss = "faiss"
 
 
+class Schedule(StrEnum):
+    """Who compares what, on Ray."""
+
+    auto = "auto"
+    pairs = "pairs"
+    rows = "rows"
+
+
 PROGRESS_UNIT = 1_000_000  # products of two vectors
 RECALL = 0.95
 
@@ -64,6 +72,13 @@ def main(
     address: Address = None,
     cache: Cache = None,
     block_rows: Annotated[int | None, typer.Option(min=1, help="Rows of a block; by default as fit.")] = None,
+    schedule: Annotated[
+        Schedule,
+        typer.Option(
+            help="pairs: two blocks are compared once, for both; rows: each block has one worker, which reads all "
+            "others and writes its lists once; auto: what takes less time. The same graph."
+        ),
+    ] = Schedule.auto,
     engine: Annotated[
         Engine, typer.Option(help="faiss: it finds the candidates, each list is certified; the same graph.")
     ] = Engine.lattqe,
@@ -116,11 +131,11 @@ def main(
     elif task.recall is not None:
         with nullcontext() if runs_here(0, workers, address) else on_ray(address):
             manifest, facts = approximate_neighbors(task, workers, here=runs_here(0, workers, address))
-    elif block_rows is None and runs_here(rows, workers, address):
+    elif block_rows is None and schedule is Schedule.auto and runs_here(rows, workers, address):
         manifest, facts = neighbors_here(task)
     else:
         with on_ray(address):
-            manifest, facts = neighbors(task, workers, block_rows)
+            manifest, facts = neighbors(task, workers, block_rows, schedule.value)
     facts = {"graph": to, "digest": manifest.digest, "rows": manifest.rows, "k": k} | facts | promise(manifest)
     if json:
         print_json(facts)
@@ -268,17 +283,17 @@ def neighbors_here(task: "GraphTask") -> "tuple[Manifest, dict[str, Any]]":
 
 
 def neighbors(
-    task: "GraphTask", workers: int | None = None, block_rows: int | None = None
+    task: "GraphTask", workers: int | None = None, block_rows: int | None = None, schedule: str = "auto"
 ) -> "tuple[Manifest, dict[str, Any]]":
     """Plan, compute what is missing, publish, within a Ray session: the manifest, and what it took."""
     from cluster.graph import build_graph, prepare_graph, products_left
 
-    task, plan, pending = prepare_graph(task, workers, block_rows)
+    task, plan, pending = prepare_graph(task, workers, block_rows, schedule)
     left = products_left(task, plan, pending)
     show_plan(task, plan, left)
     done = plan.products - left
     with progress_bar("products, millions", plan.products // PROGRESS_UNIT + 1, done // PROGRESS_UNIT) as bar:
-        summary = build_graph(task, _in_millions(bar, done), plan=plan)
+        summary = build_graph(task, _in_millions(bar, done), plan=plan, pending=pending)
     return pending.finish(), facts_of(summary, plan, left)
 
 
@@ -305,6 +320,7 @@ def show_plan(task: "GraphTask", plan: "GraphPlan", left: int) -> None:
             "rows": f"{plan.rows:,} × {plan.dim} {plan.dtype}, k = {task.k}",
             "workers": f"{plan.workers}, each with " + ", ".join(f"{v:g} {n[4:]}" for n, v in plan.resources.items()),
             "blocks": plan.work.facts["blocks"],
+            "schedule": f"{plan.cut.schedule}: {plan.reason}",
             "memory of a worker": human_bytes(plan.work.worker_bytes),
             "unfinished lists": f"up to {human_bytes(plan.work.scratch)} in {task.to}/_work",
             "graph": human_bytes(plan.work.stored),
@@ -322,6 +338,7 @@ def facts_of(summary: "GraphSummary", plan: "GraphPlan", left: int) -> dict[str,
         "gflops": round(2 * left * plan.dim / max(summary.working, 1e-9) / 1e9, 1),
         "worker_seconds": {name: round(spent, 2) for name, spent in sorted(summary.seconds.items())},
         "products": plan.kind,
+        "schedule": plan.cut.schedule,
         "workers": plan.workers,
         "balance": round(summary.balance, 3),
         "peak_worker_bytes": summary.peak_bytes,

@@ -292,10 +292,10 @@ def with_vectors(features: FeatureSet, start: int, stop: int, vectors: np.ndarra
 class Schedule:
     """Which items can start: made from what is there, then told what is done."""
 
-    def __init__(self, task: HopTask) -> None:
+    def __init__(self, task: HopTask, pending: Pending | None = None) -> None:
         features = FeatureSet.open(task.features)
         self.task, self.cut = task, task.cut(features.rows, features.dim)
-        self.pending = Pending.attach(task.to)
+        self.pending = pending or Pending.attach(task.to)
         self.parts = self.pending.missing()
         self.waiting: set[Item] = set()
         self.folds: list[Item] = []

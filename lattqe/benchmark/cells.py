@@ -65,8 +65,7 @@ def rows_of_queries(database: FeatureSet, queries: FeatureSet) -> np.ndarray:
 
     A query is a row that has its id and its vector; sets whose ids are mere numbers share ids without being the same.
     """
-    place = {identity: row for row, identity in enumerate(database.ids())}
-    rows = np.array([place.get(identity, -1) for identity in queries.ids()], dtype=np.int64)
+    rows = database.find_ids(queries.id_column())
     named = np.flatnonzero(rows >= 0)
     if len(named):
         asked, stored = queries.read()[named], database.gather(rows[named])

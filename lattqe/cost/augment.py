@@ -5,7 +5,20 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lattqe.augmentation.bands import UNIT_ROWS
-from lattqe.cost.work import ATTACH, DELETE, LOOK, OPEN, PUT, Machines, Requests, Stored, Work, gets_of, load_part
+from lattqe.cost.work import (
+    ATTACH,
+    DELETE,
+    LOOK,
+    MISSING,
+    OPEN,
+    PUT,
+    Machines,
+    Requests,
+    Stored,
+    Work,
+    gets_of,
+    load_part,
+)
 from lattqe.expansion import Method
 from lattqe.expansion.attention import AttentionExpansion
 from lattqe.expansion.rows import GATHER_BYTES, list_lengths, shares
@@ -16,7 +29,7 @@ PROCESS_BYTES = 300 << 20  # Python, Ray, torch and a small model, where the pro
 # What the first products of a process bring in: pages of the mathematical libraries, and their buffers.
 WARM_BYTES = 48 << 20
 SEAL = 16  # bytes before each unfinished piece
-OPENS = 8  # times that `lattqe augment` opens its sets and their graph
+OPENS = 9  # times that `lattqe augment` opens its sets and their graph
 # Share of a core's speed in products that the network that ships reaches, and bytes of vectors that a core gathers and
 # averages in a second: fitted by benchmarks/cost.py to 3,000 rows of 128 and of 512 columns. The paper's network, whose
 # products are wider, reaches 0.4 (docs/results/augment.md).
@@ -184,7 +197,8 @@ def augmentation(
         read=readings * features.bytes + lists * graph.bytes + piece_bytes + first + opens * features.manifest,
         written=piece_bytes + made.written,
         gathered=rows * (1 + weighs.depth) * dim * 4 if shards else 0,
-        requests=loading + moving + OPEN * opens + LOOK * 5 + made.publishing(),
+        # and whether the destination holds anything else
+        requests=loading + moving + OPEN * opens + LOOK * 5 + MISSING + ATTACH + made.publishing(),
         worker_seconds=weighs.seconds(rows, dim, machines) + tables * rows * weighs.shared_flops / machines.flops,
         worker_bytes=memory.total - memory.mapped + held,
         scratch=piece_bytes,

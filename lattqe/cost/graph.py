@@ -3,6 +3,7 @@
 Also how rows are cut into those blocks, for that decides what is read and written.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,7 @@ from lattqe.cost.work import (
 from lattqe.errors import LattqeError
 from lattqe.search.graph import rows_per_block
 from lattqe.search.pairing import Pair
+from lattqe.search.rows import tiles
 from lattqe.search.topk import capacity_for
 from lattqe.store.parts import RESIDENT_BYTES
 
@@ -48,10 +50,14 @@ SCORE_SECONDS, SCORE_COLUMN_SECONDS = 0.42e-6, 2.0e-9
 class Cut:
     """How the rows are cut into blocks: bounds[b] is where block b begins; the first `own` blocks are compared
     with all, the others (of a second set whose graph is known) with the first ones only.
+
+    By the schedule "pairs" two blocks are compared once, for both of them; by "rows" each block is compared with all
+    others by the one worker that owns it (`lattqe.cost.rows`).
     """
 
     bounds: tuple[int, ...]
     own: int
+    schedule: str = "pairs"
 
     @property
     def blocks(self) -> int:
@@ -78,6 +84,8 @@ class Cut:
 
     def gain(self, a: int, b: int) -> tuple[int, int]:
         """The bits that comparing a and b adds to what a and what b have seen."""
+        if self.schedule == "rows":
+            return self.complete(a), self.complete(a)
         both = (1 << a) | (1 << b)
         return (both, both) if self.siblings(a, b) else (1 << b, 1 << a)
 
@@ -85,8 +93,22 @@ class Cut:
         """What a block has seen when it is done."""
         return (1 << self.blocks) - 1 if block < self.own else (1 << self.own) - 1
 
+    def work(self) -> list[Pair]:
+        """The pieces of work by the schedule; a block that is owned is written as the pair of it with itself."""
+        return self.pairs() if self.schedule == "pairs" else [(block, block) for block in range(self.blocks)]
+
+    def visitors(self, block: int, size: int) -> list[tuple[int, int]]:
+        """The rows that pass a block that is owned, at most `size` at a time: from the next block on, all around."""
+        start, stop = self.rows(block)
+        own, last = self.bounds[self.own], self.bounds[-1]
+        spans = [(stop, own), (own, last), (0, start)] if block < self.own else [(0, own)]
+        return [(low + lo, low + hi) for low, high in spans for lo, hi in tiles(high - low, size)]
+
     def cost(self, a: int, b: int) -> int:
         """Products of one comparison."""
+        if self.schedule == "rows":
+            n = self.sizes[a]
+            return n * (self.bounds[-1] - n) + n * n // 2 if a < self.own else n * self.bounds[self.own]
         n, m = (stop - start for start, stop in (self.rows(a), self.rows(b)))
         if a == b:
             return n * n // 2
@@ -95,7 +117,7 @@ class Cut:
     @cached_property
     def products(self) -> int:
         """Products of all comparisons."""
-        return sum(self.cost(*pair) for pair in self.pairs())
+        return sum(self.cost(*pair) for pair in self.work())
 
 
 def cut_rows(own: int, others: int, workers: int, fit: int, exact: bool = False) -> Cut:
@@ -171,7 +193,7 @@ def graph_of_pairs(
     lists = [SEAL + 12 * k * size for size in cut.sizes]
     visits = _visits(cut)
     # A part of the graph is assembled from the whole lists of each block that it overlaps.
-    assembled = _overlaps(cut, graph.part_rows)
+    assembled = overlaps(cut, graph.part_rows)
     read = sum((visits[block] - 1 + assembled[block]) * lists[block] for block in range(cut.blocks))
     written = sum(visits[block] * lists[block] for block in range(cut.blocks))
     requests = sum(
@@ -225,14 +247,13 @@ def _visits(cut: Cut) -> list[int]:
     return [cut.blocks - 1 + (block == alone) if block < cut.own else cut.own for block in range(cut.blocks)]
 
 
-def _overlaps(cut: Cut, part_rows: Sequence[int]) -> list[int]:
+def overlaps(cut: Cut, part_rows: Sequence[int]) -> list[int]:
     """Parts of the graph that each block is needed for."""
     counts, low = [0] * cut.blocks, 0
     for size in part_rows:
         high = low + size
-        for block in range(cut.blocks):
-            start, stop = cut.rows(block)
-            counts[block] += start < high and low < stop
+        for block in range(bisect_right(cut.bounds, low) - 1, bisect_left(cut.bounds, high)):
+            counts[block] += 1
         low = high
     return counts
 

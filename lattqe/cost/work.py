@@ -8,6 +8,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -149,10 +150,13 @@ class Stored:
         """How many."""
         return len(self.part_rows)
 
+    @cached_property
+    def _stops(self) -> list[int]:
+        return list(accumulate(self.part_rows))
+
     def within(self, start: int, stop: int) -> list[int]:
         """Bytes of each part that has some of the rows start..stop."""
-        stops = list(accumulate(self.part_rows))
-        first, last = bisect_right(stops, start), bisect_left(stops, stop)
+        first, last = bisect_right(self._stops, start), bisect_left(self._stops, stop)
         return list(self.part_bytes[first : last + 1])
 
     def loading(self) -> Requests:

@@ -81,8 +81,7 @@ class JudgedRanks:
                 "import both with labels"
             )
         labels, query_labels = comparable_labels(self.searched[0], self.queries)
-        place = {name: row for row, name in enumerate(self.searched[0].ids())}
-        rows = np.array([place.get(name, -1) for name in self.queries.ids()], dtype=np.int64)
+        rows = self.searched[0].find_ids(self.queries.id_column())
         if len(rows) and (rows >= 0).all():  # queries from the database are no answers to themselves
             return LabelTruth(labels, query_rows=rows)
         return LabelTruth(labels, query_labels=query_labels)

@@ -255,7 +255,8 @@ def _cards(
         ("before", nearest(index, xq, shown, exclude)),
         ("after", nearest(index, expanded.vectors, shown, exclude)),
     ]
-    names = inputs.database.ids()
+    shown_rows = np.unique(np.concatenate([ids[ids >= 0] for _, (_, ids) in lists]))
+    names = dict(zip(shown_rows.tolist(), inputs.database.gather_ids(shown_rows)))
     cards = {}
     for at, each in enumerate(found):
         setup = next(one for one in inputs.truth.setups if one.name == each.setup)
@@ -274,7 +275,7 @@ def _tiles(
     query: int,
     rows: np.ndarray,
     scores: np.ndarray,
-    names: list[str],
+    names: Mapping[int, str],
     weights: Mapping[int, float],
     setup: Setup,
     thumbnails: Thumbnails,

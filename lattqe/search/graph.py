@@ -51,7 +51,15 @@ class Lists:
         ids = np.where(ids < 0, -1, ids + np.int32(first_row)).astype(np.int32)
         if (self.ids < 0).all():
             return Lists(scores, ids)
-        return Lists(*merge([(self.scores, self.ids), (scores, ids)], self.ids.shape[1]))
+        k = self.ids.shape[1]
+        found = np.flatnonzero((ids >= 0).any(axis=1))
+        if len(found) == len(ids):
+            return Lists(*merge([(self.scores, self.ids), (scores, ids)], k))
+        joined = Lists(self.scores.copy(), self.ids.copy())  # late in a large set, few rows find anything better
+        joined.scores[found], joined.ids[found] = merge(
+            [(self.scores[found], self.ids[found]), (scores[found], ids[found])], k
+        )
+        return joined
 
 
 def knn_graph(
@@ -147,10 +155,10 @@ def _compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[P
 
     def compare(products: Products, pair: tuple[int, int]) -> None:
         a, b = pair
-        _feed(rows, rows, cuts[a], cuts[b], running, None if a == b else running, products, clock)
+        _feed(rows, rows, cuts[a], cuts[b], running, None if a == b else running, products, clock, diagonal=a == b)
 
     run_pairs(all_pairs(len(cuts)), compare, lanes)
-    _score(running, None, lanes[0].threads, clock)
+    _score([running], running, lanes[0].threads, clock)
     redone = _search_again(rows, running, lanes, clock)
     return _merge(running, lists, first_row, lanes[0].threads, clock, redone)
 
@@ -213,11 +221,48 @@ def _compare_between(
 
     run_pairs([(a, len(cuts) + b) for a in range(len(cuts)) for b in range(len(visiting))], compare, lanes)
     threads = lanes[0].threads
-    _score(running, returning, threads, clock)
+    _score([running, returning], returning, threads, clock)
     return (
         _merge(running, lists, first_visitor, threads, clock),
         _merge(returning, visitor_lists, first_row, threads, clock),
     )
+
+
+def compare_one_way(
+    rows: Block,
+    visitors: Block,
+    lists: Lists,
+    first_visitor: int,
+    lanes: Sequence[Products],
+    clock: Clock,
+    floor: np.ndarray | None = None,
+) -> Lists:
+    """Continue the lists of a block by visitors that start at the given row number; those learn nothing of it.
+
+    `floor` (n,) float64: scores below which rows take no visitor, whatever their lists say.
+    """
+    return with_room(lambda: _compare_one_way(rows, visitors, lists, first_visitor, lanes, clock, floor), lanes)
+
+
+def _compare_one_way(
+    rows: Block,
+    visitors: Block,
+    lists: Lists,
+    first_visitor: int,
+    lanes: Sequence[Products],
+    clock: Clock,
+    floor: np.ndarray | None,
+) -> Lists:
+    running = running_topk(lanes[0], rows, visitors, lists.ids.shape[1], _known(lists), floor)
+    visiting = samples(len(visitors), tile_rows(len(visitors), lanes))
+
+    def compare(products: Products, cut: slice) -> None:
+        for visit in visiting:
+            _feed(rows, visitors, cut, visit, running, None, products, clock)
+
+    in_lanes(compare, samples(len(rows), tile_rows(len(rows), lanes)), lanes)
+    _score([running], None, lanes[0].threads, clock)
+    return _merge(running, lists, first_visitor, lanes[0].threads, clock)
 
 
 def tile_rows(rows: int, lanes: Sequence[Products]) -> int:
@@ -242,6 +287,7 @@ def _feed(
     returning: Running | None,
     products: Products,
     clock: Clock,
+    diagonal: bool = False,
 ) -> None:
     """Multiply one tile; offer its entries to the rows and, where there is a `returning`, to the visitors."""
     with clock("products"):
@@ -249,12 +295,13 @@ def _feed(
     height, width = len(range(len(rows))[cut]), len(range(len(visitors))[visiting])
     clock.count("products", height * width)
     with clock("selection"):
-        if returning is None:  # a diagonal tile: symmetric, and a row must not find itself
+        if diagonal:  # symmetric, and a row must not find itself
             products.blank(tile, np.arange(height), np.arange(height))
             _lift(running, cut, tile, height - 1, len(rows) - 1, products)
         else:
             _lift(running, cut, tile, width, width, products)
-            _lift(returning, visiting, tile, height, height, products, columns=True)
+            if returning is not None:
+                _lift(returning, visiting, tile, height, height, products, columns=True)
         i, j, scores = products.passing(tile, running.threshold[cut])
         running.offer(cut, i, visiting.start + visiting.step * j, scores)
         if returning is not None:
@@ -283,10 +330,12 @@ def _known(lists: Lists) -> np.ndarray | None:
     return None if np.isneginf(lists.scores).all() else lists.scores
 
 
-def _score(running: Running, returning: Running | None, threads: int, clock: Clock) -> None:
-    """Score what was kept, rows in parallel; of long vectors, a pair that stands in both lists only once."""
-    sides = [running] if returning is None else [running, returning]
-    mirror: Any = sides[-1] if running.rows.dim >= MIRROR_DIM and isinstance(running, RunningTopK) else None
+def _score(sides: Sequence[Running], partner: Running | None, threads: int, clock: Clock) -> None:
+    """Score what was kept, rows in parallel; of long vectors, a pair that stands in the first side's lists and in
+    those of its `partner` only once.
+    """
+    running = sides[0]
+    mirror: Any = partner if running.rows.dim >= MIRROR_DIM and isinstance(running, RunningTopK) else None
     with clock("scoring"):
         for side in sides:
             in_threads(side.settle, _cuts(side), threads)

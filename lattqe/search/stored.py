@@ -32,6 +32,7 @@ QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 MAX_ROWS = 2**31 - 1
 SAMPLE_FLOPS = 4e9  # for each thread, of the graph of the sample that is measured: about a twentieth of a second
 SAMPLE_ROWS = 1024, 8192
+SAMPLE_PARTS = 16  # from which they are taken: every part that is read is checked as a whole
 CLUSTERS = f"{WORK}clusters"  # of an approximate graph: every process that makes a part of it needs the same
 
 
@@ -189,11 +190,8 @@ def measure_products(task: GraphTask) -> tuple[str, float]:
     """
     features = open_sets(task)[0]
     wanted = int(np.clip(np.sqrt(SAMPLE_FLOPS * torch.get_num_threads() / max(features.dim, 1)), *SAMPLE_ROWS))
-    # Evenly from everywhere; of a remote set from its beginning, which spares reading all of its parts.
-    last = features.rows - 1 if features.place.is_local else min(wanted, features.rows) - 1
-    rows = np.unique(np.linspace(0, max(last, 0), wanted).astype(np.int64))
     return fastest_kind(
-        features.gather(rows[: features.rows]),
+        features.gather(sample_rows(features, wanted)),
         task.k,
         features.rows,
         pick_device(),
@@ -219,6 +217,23 @@ class Approximated:
             self.seconds[name] += spent
         self.counts.update(result["counts"])
         self.peak_bytes = max(self.peak_bytes, result["peak_bytes"])
+
+
+def sample_rows(features: FeatureSet, wanted: int) -> np.ndarray:
+    """About `wanted` row numbers (m,), ascending, evenly from parts that lie evenly; of a remote set from its
+    beginning, which spares fetching several parts.
+    """
+    if not features.place.is_local:
+        return np.arange(min(wanted, features.rows))
+    starts = features.parts.starts
+    parts = np.unique(np.linspace(0, len(starts) - 2, SAMPLE_PARTS).astype(np.int64))
+    shares = np.diff(np.linspace(0, wanted, len(parts) + 1).astype(np.int64))
+    return np.concatenate(
+        [
+            np.unique(np.linspace(starts[part], starts[part + 1] - 1, share).astype(np.int64))
+            for part, share in zip(parts, shares)
+        ]
+    )
 
 
 class ProductClock(Clock):

@@ -1,6 +1,6 @@
 """A feature set: ids, L2-normalised vectors, optional labels and other columns, cut into Arrow parts by rows."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store.manifest import Manifest
 from lattqe.store.parts import StoredRows
 from lattqe.store.place import Place
-from lattqe.store.tables import DTYPES, check_columns, column_matrix, features_schema
+from lattqe.store.tables import DTYPES, check_columns, column_matrix, features_schema, string_column
 
 # Rows converted to float64 at a time: a few MiB of working memory for any width.
 CHUNK_VALUES = 1 << 19
@@ -20,6 +20,7 @@ CHUNK_VALUES = 1 << 19
 # How far the norm of a stored vector may be from 1: rounding of each component, and some.
 NORM_TOLERANCE = {"float16": 2e-3, "float32": 1e-5}
 MAX_DIM = 1 << 20
+SORTED_AT_ONCE = 1 << 22  # hashes of ids
 
 
 def norms(vectors: np.ndarray) -> np.ndarray:
@@ -66,7 +67,9 @@ def bad_ids(ids: pa.Array) -> np.ndarray:
 
 
 class IdRegister:
-    """Collects the 128-bit hashes of ids row by row and finds those that came twice."""
+    """Collects the 128-bit hashes of ids row by row and finds those that came twice: 16 bytes for each row, and while
+    it looks for them little more.
+    """
 
     def __init__(self) -> None:
         self._chunks: list[np.ndarray] = []
@@ -79,15 +82,25 @@ class IdRegister:
 
     def duplicates(self, limit: int) -> list[list[int]]:
         """Rows that share an id, for the first `limit` such ids in order of their first row."""
-        if not self._chunks:
-            return []
-        hashes = np.concatenate(self._chunks)
-        order = np.lexsort((hashes[:, 1], hashes[:, 0]))  # stable: rows ascend among equals
-        ordered = hashes[order]
-        starts = np.flatnonzero(np.r_[True, (ordered[1:] != ordered[:-1]).any(axis=1)])
-        stops = np.r_[starts[1:], len(order)]
-        repeated = [order[start:stop] for start, stop in zip(starts[stops - starts > 1], stops[stops - starts > 1])]
-        return [rows[:4].tolist() for rows in sorted(repeated, key=lambda rows: rows[0])[:limit]]
+        repeated: list[np.ndarray] = []
+        shares = 1 + sum(map(len, self._chunks)) // SORTED_AT_ONCE
+        firsts = np.cumsum([0, *map(len, self._chunks)])
+        for share in range(shares):
+            # Equal hashes fall into one share: sorting all at once would take twice the memory again.
+            within = [np.flatnonzero(chunk[:, 0] % np.uint64(shares) == share) for chunk in self._chunks]
+            if not within:
+                return []
+            rows = np.concatenate([first + places for first, places in zip(firsts, within)])
+            hashes = np.concatenate([chunk[places] for chunk, places in zip(self._chunks, within)])
+            order = np.lexsort((hashes[:, 1], hashes[:, 0]))  # stable: rows ascend among equals
+            changes = (hashes[order[1:]] != hashes[order[:-1]]).any(axis=1)
+            starts = np.flatnonzero(np.r_[True, changes])
+            stops = np.r_[starts[1:], len(order)]
+            several = np.flatnonzero(stops - starts > 1)
+            first = rows[order[starts[several]]]
+            for group in several[np.argsort(first, kind="stable")[:limit]]:
+                repeated.append(rows[order[starts[group] : stops[group]][:4]])
+        return [rows.tolist() for rows in sorted(repeated, key=lambda rows: rows[0])[:limit]]
 
 
 class FeatureSet(StoredRows):
@@ -191,6 +204,23 @@ class FeatureSet(StoredRows):
             for place, name in zip(places.tolist(), batch.column("id").take(pa.array(within)).to_pylist()):
                 found[place] = name
         return found
+
+    def find_ids(self, ids: Sequence[str] | pa.Array | pa.ChunkedArray) -> np.ndarray:
+        """Rows (n,) int64 of ids, -1 where there is none. All ids of the set are gone through, part by part, in Arrow:
+        as Python objects those of a hundred million rows would need ten gigabytes.
+        """
+        asked = string_column(ids)
+        wanted = asked.unique()
+        rows = np.full(len(wanted) + 1, -1, np.int64)
+        for start, batch in self.parts.slices(0, self.rows if len(wanted) else 0, keep=False):
+            found = pc.fill_null(pc.index_in(batch.column("id"), wanted), len(wanted)).to_numpy()
+            there = np.flatnonzero(found < len(wanted))
+            rows[found[there]] = start + there
+        return rows[pc.fill_null(pc.index_in(asked, wanted), len(wanted)).to_numpy()]
+
+    def id_column(self, start: int = 0, stop: int | None = None) -> pa.ChunkedArray:
+        """Ids of rows start..stop, as they are stored."""
+        return self._column("id", start, stop)
 
     def labels(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Labels of rows start..stop, (n,) int32."""

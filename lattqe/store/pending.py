@@ -243,16 +243,32 @@ class Pending:
         """Numbers of the parts still to make. Receipts are held against their parts; damaged parts are removed."""
         if self.finished is not None:
             return []
+        there = set(self._received())
+        self.check(sorted(there - self._checked))
+        return [number for number in range(len(self.part_rows)) if number not in there & self._checked]
+
+    def _received(self) -> list[int]:
+        """Numbers of the parts that have a receipt."""
         sizes = self.place.sizes()
-        numbers = [number for number in range(len(self.part_rows)) if _receipt_name(number) in sizes]
+        return [number for number in range(len(self.part_rows)) if _receipt_name(number) in sizes]
+
+    def unchecked(self) -> list[int]:
+        """Numbers of the parts that are there and that `missing` would have to read."""
+        return [] if self.finished is not None else [n for n in self._received() if n not in self._checked]
+
+    def check(self, numbers: Sequence[int]) -> list[int]:
+        """Read parts and hold them against their receipts: those that are sound. Damaged parts are removed."""
         with ThreadPoolExecutor(PARALLEL_CHECKS) as pool:
-            good = {number for number, fine in zip(numbers, pool.map(self._sound, numbers)) if fine}
-        return [number for number in range(len(self.part_rows)) if number not in good]
+            sound = [number for number, fine in zip(numbers, pool.map(self._sound, numbers)) if fine]
+        self.trust(sound)
+        return sound
+
+    def trust(self, numbers: Sequence[int]) -> None:
+        """Other processes have checked these parts."""
+        self._checked.update(numbers)
 
     def _sound(self, number: int) -> bool:
-        """Whether the part is what its receipt says (read once by this process); what is not, is removed."""
-        if number in self._checked:
-            return True
+        """Whether the part is what its receipt says; what is not, is removed."""
         try:
             load_part(self.place, self._receipt(number))
         except MissingFileError:  # the receipt is gone: another driver has finished and cleaned up
@@ -262,7 +278,6 @@ class Pending:
                 self.place.delete(_receipt_name(number))
                 self.place.delete(part_name(number))
             return False
-        self._checked.add(number)
         return True
 
     def _receipt(self, number: int) -> Part:

@@ -93,7 +93,7 @@ class FeatureWriter:
     def append(
         self,
         vectors: np.ndarray,
-        ids: Sequence[str],
+        ids: Sequence[str] | pa.Array | pa.ChunkedArray,
         labels: np.ndarray | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
@@ -118,7 +118,11 @@ class FeatureWriter:
             )
 
     def _append(
-        self, vectors: np.ndarray, ids: Sequence[str], labels: np.ndarray | None, extra: Mapping[str, Any]
+        self,
+        vectors: np.ndarray,
+        ids: Sequence[str] | pa.Array | pa.ChunkedArray,
+        labels: np.ndarray | None,
+        extra: Mapping[str, Any],
     ) -> None:
         stored, good = self._prepare(vectors)
         table = features_table(_id_column(ids, self.seen), stored, labels, extra).cast(self._schema)
@@ -253,7 +257,7 @@ class FeatureWriter:
                 self.abort()
 
 
-def _id_column(ids: Sequence[str], first_row: int) -> pa.Array:
+def _id_column(ids: Sequence[str] | pa.Array | pa.ChunkedArray, first_row: int) -> pa.Array:
     """Ids as an Arrow column; LattqeError names the first that cannot be one."""
     column = string_column(ids)
     wrong = np.flatnonzero(bad_ids(column))
@@ -280,14 +284,16 @@ def _bytes_of_rows(table: pa.Table) -> np.ndarray:
 
 def kept_rows(old: FeatureSet, removed: Collection[str]) -> np.ndarray:
     """Row numbers (m,) of `old` that stay when the ids `removed` go; ids that are not there are refused."""
-    gone = set(removed)
-    ids = old.ids() if gone else []
-    unknown = sorted(gone - set(ids))
-    if unknown:
-        raise LattqeError(f"{len(unknown)} ids to remove are not in {old.uri}, the first is {unknown[0]!r}")
+    gone = sorted(set(removed))
+    rows = old.find_ids(gone)
+    unknown = np.flatnonzero(rows < 0)
+    if len(unknown):
+        raise LattqeError(f"{len(unknown)} ids to remove are not in {old.uri}, the first is {gone[unknown[0]]!r}")
     if len(gone) == old.rows:
         raise LattqeError(f"all {old.rows} rows of {old.uri} would be removed: nothing would be left")
-    return np.array([row for row in range(old.rows) if not gone or ids[row] not in gone], dtype=np.int64)
+    stays = np.ones(old.rows, dtype=bool)
+    stays[rows] = False
+    return np.flatnonzero(stays)
 
 
 def check_same_vectors(old: FeatureSet, new: FeatureSet) -> None:
@@ -351,7 +357,7 @@ def _copy(
     if labels is not None and names is not None:
         labels = renumbered(labels, source, {name: number for number, name in enumerate(names)})
     vectors = column_matrix(table.column("vector").combine_chunks())
-    writer.append(vectors, table.column("id").to_pylist(), labels, {name: table.column(name) for name in extra})
+    writer.append(vectors, table.column("id").combine_chunks(), labels, {name: table.column(name) for name in extra})
 
 
 def stack_features(sets: Sequence[FeatureSet], to: str) -> FeatureSet:
@@ -371,5 +377,5 @@ def stack_features(sets: Sequence[FeatureSet], to: str) -> FeatureSet:
     with writer:
         for each in sets:
             for start, vectors in each.blocks(JOIN_ROWS):
-                writer.append(vectors, each.ids(start, start + len(vectors)))
+                writer.append(vectors, each.id_column(start, start + len(vectors)))
     return FeatureSet.open(to)

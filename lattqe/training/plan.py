@@ -259,10 +259,11 @@ def check_apart(trained: FeatureSet, held_out: FeatureSet, shared_labels: bool) 
     Labels can be compared when both sets name their classes, when they were read from one file, or when the user says
     so; otherwise label 7 of one set has nothing to do with label 7 of another.
     """
-    images = set(trained.ids()) & set(held_out.ids())
-    if images:
+    both = np.flatnonzero(trained.find_ids(held_out.id_column()) >= 0)
+    if len(both):
         raise LattqeError(
-            f"{len(images)} images of {held_out.uri} are also in {trained.uri} (id {min(images)!r}): "
+            f"{len(both)} images of {held_out.uri} are also in {trained.uri} "
+            f"(id {min(held_out.gather_ids(both))!r}): "
             "validate on images that training does not see"
         )
     named = trained.label_names is not None and held_out.label_names is not None

@@ -79,8 +79,7 @@ def load_set(database: str, queries: str | None, cache: str | None = None) -> Va
             raise LattqeError(f"{one.uri} has no labels: validation needs them")
     if asked.dim != stored.dim:
         raise LattqeError(f"{asked.uri} has {asked.dim} columns and {stored.uri} has {stored.dim}")
-    place = {identity: row for row, identity in enumerate(stored.ids())}
-    rows = np.array([place.get(identity, -1) for identity in asked.ids()], dtype=np.int64)
+    rows = stored.find_ids(asked.id_column())
     inside = int((rows >= 0).sum())
     if 0 < inside < len(rows):
         raise LattqeError(

