@@ -86,7 +86,7 @@ def main(
     from lattqe.benchmark.results import assemble
     from lattqe.benchmark.runfile import load_run
     from lattqe.benchmark.spec import trained_ablations
-    from lattqe.report import density_csv, density_illustrations, illustrations, render_density, render_page, to_csv
+    from lattqe.report import density_csv, density_illustrations, render_density, render_page
     from lattqe.store import open_place
 
     lists, cells = (columns, features, queries, relevant), None
@@ -123,7 +123,7 @@ def main(
     if cells is None:
         results = assemble(chosen, bench, facts(chosen, bench))
         page = partial(render_page, examples=look(results, chosen, images))
-        report = publish(results, to, illustrations(results), page, to_csv)
+        report = publish(results, to, page=page)
     else:
         results = {**gains(chosen, cells, bench), **facts(chosen, bench)}
         report = publish(results, to, density_illustrations(results), render_density, density_csv)
@@ -330,23 +330,25 @@ def look(results: dict[str, Any], chosen: "Run", images: list[str] | None) -> "E
 def publish(
     results: dict[str, Any],
     to: str,
-    figures: "Sequence[Illustration]",
-    page: Callable[..., str],
-    table: Callable[[Any], str],
+    figures: "Sequence[Illustration] | None" = None,
+    page: Callable[..., str] | None = None,
+    table: Callable[[Any], str] | None = None,
 ) -> str:
     """Write results.json (in the order of the tables), results.csv, the figures as files of their own (for slides and
-    papers) and report.html; the page last. Returns its address.
+    papers) and report.html; the page last. Returns its address. By default all of it is what a run's file gives.
     """
+    from lattqe.report import illustrations, render_page, to_csv
     from lattqe.store import open_place
 
     place = open_place(to)
     place.write("results.json", json_format.dumps(results, indent=1, allow_nan=False).encode())
-    place.write("results.csv", table(results).encode())
+    place.write("results.csv", (table or to_csv)(results).encode())
+    figures = illustrations(results) if figures is None else figures
     place.child("figures").delete_tree()  # those of an earlier run may have other names
     for figure in figures:
         for name, text in figure.files().items():
             place.write(f"figures/{name}", text.encode())
-    place.write("report.html", page(results, figures=figures).encode())
+    place.write("report.html", (page or render_page)(results, figures=figures).encode())
     return f"{to.rstrip('/')}/report.html"
 
 

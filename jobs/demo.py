@@ -38,7 +38,6 @@ def main(
     from cluster.session import ray_session
     from jobs.benchmark import measure_run, print_results, publish
     from lattqe.datasets.synthetic import SyntheticWorld
-    from lattqe.report import illustrations, render_page, to_csv
 
     if "://" in to:
         raise LattqeError(f"the demo wants a local folder, not {to!r}")
@@ -55,7 +54,7 @@ def main(
         augment_database(chosen.datasets[0].database, graph, model, to)
         step(5, "all methods, with and without augmentation and distractors")
         results = measure_run(with_methods(chosen, model), f"{to}/benchmark")
-    report = publish(results, f"{to}/benchmark", illustrations(results), render_page, to_csv)
+    report = publish(results, f"{to}/benchmark")
     screen.print()
     print_results(results)
     if not all(finding["holds"] for finding in results["findings"]):

@@ -104,7 +104,7 @@ def test_the_same_results_make_the_same_page(page: Path) -> None:
 def test_published_numbers_ablations_and_markup_in_names(
     results: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lattqe.report.page._figures", lambda results: [])  # drawn by the other tests
+    monkeypatch.setattr("lattqe.report.page.illustrations", lambda results: [])  # drawn by the other tests
     paper = {name: published()[name] for name in ("table2", "table3")}
     variant = {
         "label": "without <b>attention</b>",
