@@ -59,7 +59,9 @@ class Seen:
             name, values = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :].split()
             role = "driver" if pid == process.pid else "workers" if name.startswith("ray::") else "ray"
             peak = re.search(r"VmHWM:\s+(\d+)", status)
-            self.processes[pid] = role, (int(values[11]) + int(values[12])) / TICKS, int(peak[1]) << 10 if peak else 0
+            before = self.processes.get(pid, (role, 0.0, 0))[2]  # a process that has just ended shows no memory
+            most = max(int(peak[1]) << 10 if peak else 0, before)
+            self.processes[pid] = role, (int(values[11]) + int(values[12])) / TICKS, most
 
     def cpu(self, *roles: str) -> float:
         """CPU seconds of some roles, or of all."""
