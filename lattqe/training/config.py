@@ -53,7 +53,8 @@ class TrainingConfig:
     widths: tuple[int, ...] = (64, 96, 128, 192, 256, 384)  # densities: first columns taken, beside all of them
     synthetic: float = 0.15  # densities: share of worlds of synthetic landmarks, which are long rows and no blobs
     hop_every: int = 0  # densities: of so many batches one is a world augmented through hops; 0: none
-    hop_rows: int = 700  # its rows at most, all of which go through the network
+    hop_world_rows: int = 4_000  # its rows at most: as long lists as in use
+    hop_rows: int = 700  # of them at most so many, those around the queries, are augmented
     hop_k: int = 32  # its neighbors of each row at most; half as many at least
     hops: int = 4  # one less or one more at random
 
@@ -149,6 +150,7 @@ class TrainingConfig:
             "temperature_k",
             "temperature_rows",
             "accumulate",
+            "hop_world_rows",
             "hop_rows",
             "hop_k",
             "hops",

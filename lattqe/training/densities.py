@@ -23,7 +23,7 @@ FEWEST_CLASSES = 6  # a world of fewer has hardly a wrong neighbor to tell from 
 FEWEST_ROWS = 400  # of a world, where the set has as many
 ONE_SET = 0.45  # share of the worlds that are made of one set; the others mix two or more
 # Shares of the ways in which classes are cut; what is left: a random part of the classes is cut.
-ALL_WHOLE, ONE_SET_CUT, EACH_CUT = 0.35, 0.35, 0.15
+ALL_WHOLE, ONE_SET_CUT, EACH_CUT = 0.45, 0.3, 0.12
 MOST_CUT = 40  # images of a class in worlds where one set is cut
 WHITENED, NOISY, ROUNDED = 0.2, 0.15, 0.1  # shares of the worlds whose space is altered
 SYNTHETIC_WIDTHS = (64, 128, 256, 512)
@@ -115,7 +115,7 @@ class DensitySampler:
         config, rng = self.config, generator(self.config.seed, Stream.SAMPLING, step)
         hops = bool(config.hop_every) and step % config.hop_every == 0
         while True:
-            world = self.world(rng, config.hop_rows if hops else config.world_rows)
+            world = self.world(rng, config.hop_world_rows if hops else config.world_rows)
             if (np.bincount(world.labels)[world.asked] >= 2).any():
                 break
         queries = _queries(rng, world, config.batch)
@@ -155,10 +155,11 @@ class DensitySampler:
         number = np.cumsum(~outside) - 1
         # One query of each class is taken out, more could leave it empty; of a class asked for twice it counts twice.
         queries = _outside_of_class(world.labels, outside, queries)
-        positive = members.others(queries, rng.random((config.batch, config.positives)))
+        positive = number[members.others(queries, rng.random((config.batch, config.positives)))]
         labels, vectors = world.labels[~outside], torch.from_numpy(world.vectors[~outside])
+        hopping = _around(vectors, torch.from_numpy(world.vectors[queries]), positive, config.hop_rows)
         asked = torch.from_numpy(world.vectors[queries[part]])
-        own, positive = world.labels[queries[part], None], number[positive[part]]
+        own, positive = world.labels[queries[part], None], positive[part]
         same = torch.from_numpy(labels == own)
         return Batch(
             items=asked[:, None],
@@ -174,7 +175,24 @@ class DensitySampler:
             labels=torch.from_numpy(labels),
             hops=int(rng.integers(config.hops - 1, config.hops + 2)),
             row_k=min(int(rng.integers(config.hop_k // 2, config.hop_k + 1)), len(vectors) - 1),
+            hopping=hopping,
         )
+
+
+def _around(vectors: torch.Tensor, queries: torch.Tensor, positive: NDArray[np.int64], most: int) -> torch.Tensor:
+    """Rows (r,) of vectors (m, D) in order: the positives (b, p) and what is nearest to the queries (b, D).
+
+    At most so many, all of a small world: what lies far from every query decides nothing, but lists are those of the
+    whole world.
+    """
+    if len(vectors) <= most:
+        return torch.arange(len(vectors))
+    best = torch.full((len(vectors),), len(vectors))  # rank in the list that has it first
+    ranks = torch.arange(min(most, len(vectors))).expand(len(queries), -1)
+    near = (queries @ vectors.T).topk(ranks.shape[1]).indices
+    best.scatter_reduce_(0, near.flatten(), ranks.flatten(), "amin")
+    best[torch.from_numpy(positive.ravel())] = -1
+    return best.argsort(stable=True)[:most].sort().values
 
 
 def _limits(

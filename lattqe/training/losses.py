@@ -148,21 +148,19 @@ def through_hops(network: LAttQE, batch: Batch) -> tuple[torch.Tensor, torch.Ten
     Returns the expanded queries (b, D), the logits (b, k) of their neighbors' relevance, the batch with that world as
     candidates, and the loss of the rows' own logits.
     """
-    world = batch.candidates
-    if batch.positive_rows is None or batch.labels is None:
+    world, own = batch.candidates, batch.hopping
+    if batch.positive_rows is None or batch.labels is None or own is None:
         raise ValueError("the positives of the batch are not among its candidates")
-    count = len(world)
-    itself = torch.arange(count, device=world.device)
-    scores, near = _ranked(world, world, network.depth(batch.row_k), itself)
+    scores, near = _ranked(world[own], world, network.depth(batch.row_k), own)
     weights, losses = [], []
-    for rows in torch.arange(count, device=world.device).split(BLOCK):
-        items = torch.cat([world[rows, None], world[near[rows, : batch.row_k]]], dim=1)
+    for rows in torch.arange(len(own), device=world.device).split(BLOCK):
+        items = torch.cat([world[own[rows], None], world[near[rows, : batch.row_k]]], dim=1)
         found = network.weigh(items, _all(items), _whole(world, scores[rows], near[rows]), dba=True)[0]
         weights.append(found.weights)
         if found.auxiliary is not None:
-            relevant = batch.labels[near[rows, : batch.row_k]] == batch.labels[rows, None]
+            relevant = batch.labels[near[rows, : batch.row_k]] == batch.labels[own[rows], None]
             losses.append(F.binary_cross_entropy_with_logits(found.auxiliary, relevant.float(), reduction="sum"))
-    hopped = hop(torch.cat(weights), near[:, : batch.row_k], world, network.alpha, batch.hops)
+    hopped = hop(torch.cat(weights), near[:, : batch.row_k], world, network.alpha, batch.hops, own)
     with torch.no_grad():
         scores, near = _ranked(batch.items[:, 0], hopped, network.depth(batch.k))
     items = torch.cat([batch.items[:, :1], hopped[near[:, : batch.k]]], dim=1)
@@ -177,7 +175,7 @@ def through_hops(network: LAttQE, batch: Batch) -> tuple[torch.Tensor, torch.Ten
         valid=_all(items),
         relevant=torch.gather(batch.same, 1, near[:, : batch.k]),
     )
-    rows_loss = torch.stack(losses).sum() / (count * batch.row_k) if losses else world.new_zeros(())
+    rows_loss = torch.stack(losses).sum() / (len(own) * batch.row_k) if losses else world.new_zeros(())
     return F.normalize(expanded, dim=-1), output.auxiliary, augmented, rows_loss
 
 
@@ -190,20 +188,33 @@ def _whole(world: torch.Tensor, scores: torch.Tensor, near: torch.Tensor) -> Who
     return WholeList(F.embedding_bag(near, world, mode="mean"), scores, torch.ones_like(scores, dtype=torch.bool))
 
 
-def hop(weights: torch.Tensor, near: torch.Tensor, x: torch.Tensor, alpha: torch.Tensor, hops: int) -> torch.Tensor:
+def hop(
+    weights: torch.Tensor,
+    near: torch.Tensor,
+    x: torch.Tensor,
+    alpha: torch.Tensor,
+    hops: int,
+    own: torch.Tensor | None = None,
+) -> torch.Tensor:
     """H ← α S H + (1 - α) x, so many times from H = x, rows normalised: (n, D).
 
-    weights (n, 1 + k): of each row itself and of the edges to its neighbors near (n, k); S = (W + Wᵀ) / 2 with the
-    self-loops, rows adding up to 1. A dense matrix, for worlds of few rows; `lattqe.augmentation` has it sparse.
+    weights (r, 1 + k): of each row itself and of the edges to its neighbors near (r, k); S = (W + Wᵀ) / 2 with the
+    self-loops, rows adding up to 1. own (r,): the rows that these are, where they are not all; the others stay what
+    they are, and an edge to one counts as if it led both ways. A dense matrix, for worlds of few rows;
+    `lattqe.augmentation` has it sparse.
     """
-    count = len(x)
-    matrix = weights.new_zeros(count, count).scatter(1, near, weights[:, 1:].clamp(min=0))
-    matrix = (matrix + matrix.T) / 2 + torch.diag(weights[:, 0])
-    matrix = matrix / matrix.sum(1, keepdim=True).clamp(min=1e-12)
-    result = x
+    own = torch.arange(len(x), device=x.device) if own is None else own
+    matrix = weights.new_zeros(len(own), len(x)).scatter(1, near, weights[:, 1:].clamp(min=0))
+    inside = matrix[:, own]
+    outside = matrix.index_fill(1, own, 0)
+    inside = (inside + inside.T) / 2 + torch.diag(weights[:, 0])
+    total = (inside.sum(1, keepdim=True) + outside.sum(1, keepdim=True)).clamp(min=1e-12)
+    inside, original = inside / total, x[own]
+    constant = alpha * ((outside / total) @ x) + (1 - alpha) * original
+    result = original
     for _ in range(hops):
-        result = alpha * (matrix @ result) + (1 - alpha) * x
-    return F.normalize(result, dim=-1)
+        result = alpha * (inside @ result) + constant
+    return x.index_copy(0, own, F.normalize(result, dim=-1))
 
 
 def _nearest(x: torch.Tensor, world: torch.Tensor, own: torch.Tensor, k: int) -> torch.Tensor:

@@ -106,7 +106,8 @@ class Batch:
     positive_rows (b, p): where the positives stand among the candidates, if they do;
     classes (m,): the candidates' classes, where negatives are to be of distinct ones.
     hops: above 0, the candidates are augmented by so many hops over the graph of their row_k nearest before the
-    queries, which are no rows of theirs, search them; labels (m,) are the candidates'.
+    queries, which are no rows of theirs, search them; labels (m,) are the candidates'; hopping (r,): which of the
+    candidates are augmented, the others stay what they are.
     """
 
     items: torch.Tensor
@@ -123,6 +124,7 @@ class Batch:
     labels: torch.Tensor | None = None
     hops: int = 0
     row_k: int = 0
+    hopping: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The same on a device."""

@@ -11,7 +11,7 @@ from lattqe.errors import LattqeError
 from lattqe.evaluation.truth import keep_of_each
 from lattqe.model import LAttQE
 from lattqe.training.checkpoint import Team
-from lattqe.training.densities import DensitySampler
+from lattqe.training.densities import DensitySampler, _around
 from lattqe.training.losses import hop
 from lattqe.training.plan import join
 from lattqe.training.presets import preset
@@ -98,6 +98,49 @@ def test_the_dense_hop_of_training_is_the_sparse_hop_of_use(data):
     ours = hop(weights, near, x, torch.tensor(0.8), 4)
     rows = np.concatenate([np.arange(90)[:, None], near.numpy()], axis=1)
     assert np.allclose(ours.numpy(), sparse_hop(weights.numpy(), rows, x.numpy(), 0.8, 4), atol=1e-5)
+
+
+def test_where_only_some_rows_hop_the_others_stay(data):
+    x = torch.from_numpy(data.vectors[:60].astype(np.float32))
+    own = torch.arange(0, 60, 3)
+    scores = x[own] @ x.T
+    scores[torch.arange(len(own)), own] = -2
+    near = scores.topk(5).indices
+    weights = torch.rand(len(own), 6, generator=torch.Generator().manual_seed(1))
+    ours = hop(weights, near, x, torch.tensor(0.7), 3, own)
+    W = np.zeros((60, 60))
+    for row, (w, lists) in enumerate(zip(weights.numpy(), near.numpy())):
+        W[own[row], lists] = w[1:]
+    stays = np.setdiff1d(np.arange(60), own.numpy())
+    A = (W + W.T) / 2
+    A[:, stays] = W[:, stays]  # as if such edges led both ways
+    A[own, own] += weights[:, 0].numpy()
+    A[stays] = 0
+    A[stays, stays] = 1
+    S, H = A / A.sum(1, keepdims=True), x.numpy().astype(np.float64)
+    for _ in range(3):
+        H = np.where(np.isin(np.arange(60), stays)[:, None], x, 0.7 * S @ H + 0.3 * x.numpy())
+    expected = H / np.linalg.norm(H, axis=1, keepdims=True)
+    assert torch.equal(ours[stays], x[stays])
+    np.testing.assert_allclose(ours[own].numpy(), expected[own], atol=1e-5)
+    everywhere = torch.arange(len(own))
+    lists, some = torch.searchsorted(own, own[near % len(own)]), x[own]
+    whole = hop(weights, lists, some, torch.tensor(0.7), 3)
+    assert torch.equal(whole, hop(weights, lists, some, torch.tensor(0.7), 3, everywhere))
+
+
+def test_what_hops_is_the_positives_and_what_lies_nearest_to_the_queries(data):
+    x = torch.from_numpy(data.vectors[:80].astype(np.float32))
+    queries, positive = x[:2] + 0.01, np.array([[70, 71], [72, 70]])
+    assert torch.equal(_around(x, queries, positive, 80), torch.arange(80))
+    chosen = _around(x, queries, positive, 20).tolist()
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) == 20
+    assert {70, 71, 72} <= set(chosen)
+    ranks = np.argsort(np.argsort(-(queries @ x.T).numpy(), axis=1), axis=1).min(axis=0)
+    others = sorted(set(chosen) - {70, 71, 72})
+    left = sorted(set(range(80)) - set(chosen))
+    assert ranks[others].max() <= ranks[left].min()
 
 
 def test_gradients_through_hops_reach_gates_loops_and_alpha(data, config):
