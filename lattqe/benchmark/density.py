@@ -216,24 +216,22 @@ def gains(run: Run, cells: Sequence[DensityCell], source: Source) -> dict[str, A
     for group in dict.fromkeys(cell.group for cell in cells):
         mine = [cell for cell in cells if cell.group == group]
         lines = [_line(row, mine, source) for row in rows]
-        best = max(
-            (line for line in lines if not is_learned(line["method"]) and line["method"] != "none"),
-            key=lambda line: line["tuned"],
-        )
-        intervals = []
-        for row in (row for row in rows if is_learned(row.method)):
-            for against, label, setting in (
-                (rows[0], "no expansion", "one setting"),
-                (rows[lines.index(best)], best["label"], "tuned for each set"),
-            ):
-                intervals.append(
-                    {
-                        "after": row.label,
-                        "before": label,
-                        "before_setting": setting,
-                        **_interval(run, mine, row, against, setting != "one setting", source),
-                    }
-                )
+        rivals = [line for line in lines if not is_learned(line["method"]) and line["method"] != "none"]
+        best = max(rivals, key=lambda line: line["tuned"], default=None)  # none where --only leaves none
+        against = [(rows[0], "no expansion", "one setting")]
+        if best is not None:
+            against.append((rows[lines.index(best)], best["label"], "tuned for each set"))
+        intervals = [
+            {
+                "after": row.label,
+                "before": label,
+                "before_setting": setting,
+                **_interval(run, mine, row, other, setting != "one setting", source),
+            }
+            for row in rows
+            if is_learned(row.method)
+            for other, label, setting in against
+        ]
         groups.append(
             {
                 "columns": group[0],
@@ -242,7 +240,7 @@ def gains(run: Run, cells: Sequence[DensityCell], source: Source) -> dict[str, A
                 "sets": len(mine),
                 "rows": int(np.mean([source.sizes(cell.dataset.name)[0] for cell in mine])),
                 "lines": lines,
-                "best_rival": best["label"],
+                "best_rival": None if best is None else best["label"],
                 "intervals": intervals,
             }
         )
