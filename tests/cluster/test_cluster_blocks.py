@@ -65,6 +65,8 @@ class Squares:
         if self.bad_input == block:
             raise LattqeError("block is wrong: fix it")
         if block in self.always_die_on or (block in self.die_on and self.first_time("died", block)):
+            while not all((self.folder / f"hung-{other}").exists() for other in self.hang_on):
+                time.sleep(0.02)  # whatever is to hang is hanging by then
             os._exit(1)
         if block in self.short_on and self.first_time("short", block):
             raise ray.exceptions.OutOfMemoryError("the node is short of memory")
