@@ -97,6 +97,15 @@ def test_a_users_own_sets_get_an_answer(tmp_path: Path) -> None:
     assert (tmp_path / "results" / "report.html").read_text() == page
 
 
+def test_the_model_alone_is_compared_with_no_expansion(tmp_path: Path) -> None:
+    database, queries = store(tmp_path, labelled("own"))
+    words = ["density", "--features", database, "--queries", queries, "--relevant", "1", "--only", "lattqe"]
+    done = CliRunner().invoke(app, [*words, "--to", str(tmp_path / "results")])
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    lines = list(csv.reader((tmp_path / "results" / "results.csv").read_text().splitlines()))
+    assert {line[4] for line in lines[1:]} >= {"no expansion", "LAttQE"}
+
+
 def test_without_queries_one_image_of_each_class_asks(tmp_path: Path) -> None:
     database, queries = store(tmp_path, labelled("own"))
     own = load_own_set(database, None)
