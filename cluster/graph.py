@@ -218,8 +218,7 @@ def prepare_graph(
     plan = plan_graph(task, workers, block_rows, schedule)  # before anything is claimed: it may refuse
     pending = begin_graph(task)
     if pending.finished is None:  # else nothing is left to cut, and nothing may be left behind
-        cut = agree_on_cut(pending.place, plan.cut)
-        plan = plan if cut == plan.cut else replace(plan, cut=cut, reason="an earlier run began with it")
+        plan = plan.continued(agree_on_cut(pending.place, plan.cut))
         check_parts(pending)
     return replace(task, threads=plan.threads, kind=plan.kind), plan, pending
 

@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import ray
 
 from cluster.session import gpus_available, only_this_machine, require_resources
 from lattqe.cost.graph import Cut
-from lattqe.cost.rows import cut_for, graph_on_ray
-from lattqe.cost.work import Cost, Machines, Stored, Work
+from lattqe.cost.rows import COSTS, graph_on_ray
+from lattqe.cost.work import Machines, Stored, Work
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.search.stored import GraphTask, check_sets, open_sets
 from lattqe.store import Place, open_place
@@ -46,29 +45,25 @@ class GraphPlan:
     dtype: str
     k: int
     cut: Cut
+    work: Work  # what is computed, moved and held
     machines: Machines  # with as many workers as there will be
     resources: dict[str, float]
-    products_per_second: float  # of one worker, with selection and exact scores
     kind: str  # of products, the fastest on a sample of the rows
     grows: bool  # whether nodes that join get workers too
-    cached: bool  # whether nodes keep what they read
-    remote: bool
-    reason: str = ""  # for the schedule of the cut
+    facts: dict[str, Any]  # what else decides the cost, as `lattqe.cost.graph.graph_of_pairs` takes it
 
-    @cached_property
-    def work(self) -> Work:
-        """What is computed, moved and held."""
-        return graph_on_ray(
-            self.sets,
-            self.dim,
-            self.k,
-            self.cut,
-            self.machines,
-            itemsize=np.dtype(self.dtype).itemsize,
-            products_per_second=self.products_per_second,
-            cached=self.cached,
-            remote=self.remote,
-        )
+    def continued(self, cut: Cut) -> "GraphPlan":
+        """The plan of a run that goes on with the cut of an earlier one."""
+        if cut == self.cut:
+            return self
+        work = COSTS[cut.schedule](self.sets, self.dim, self.k, cut, self.machines, **self.facts)
+        told = {"schedule": f"{cut.schedule}: an earlier run began with it"}
+        return replace(self, cut=cut, work=replace(work, facts=work.facts | told))
+
+    @property
+    def products_per_second(self) -> float:
+        """Of one worker, with selection and exact scores."""
+        return self.facts["products_per_second"]
 
     @property
     def rows(self) -> int:
@@ -95,11 +90,6 @@ class GraphPlan:
         """Expected time."""
         return self.work.worker_seconds / self.workers
 
-    @property
-    def cost(self) -> Cost:
-        """The same with what moving all bytes takes, by which the schedule is chosen."""
-        return Cost((self.work,), self.machines, self.remote)
-
 
 def plan_graph(
     task: GraphTask, workers: int | None = None, block_rows: int | None = None, schedule: str = "auto"
@@ -110,71 +100,29 @@ def plan_graph(
     """
     sets = open_sets(task)
     check_sets(task)
-    rows = sum(each.rows for each in sets)
-    own = sets[0].rows
     cpus = int(ray.cluster_resources().get("CPU", 0))
     grows = workers is None
-    workers = workers or gpus_available() or max(min(cpus, own // ROWS_PER_WORKER), 1)
+    workers = workers or gpus_available() or max(min(cpus, sets[0].rows // ROWS_PER_WORKER), 1)
     threads = threads_for(workers)  # candidates are scored on the CPU, beside a GPU too
     resources: dict[str, float] = {"num_cpus": threads}
     if gpus_available():
         resources["num_gpus"] = 1
     require_resources({"CPU": threads} | ({"GPU": 1} if gpus_available() else {}), workers)
     speed = measure_worker(replace(task, threads=threads), resources)
-    base = GraphPlan(
-        tuple(Stored.of(each.manifest) for each in sets),
-        sets[0].dim,
-        sets[0].dtype,
-        task.k,
-        Cut((0, own) if own == rows else (0, own, rows), 1),
-        connected_machines(workers),
-        resources,
-        speed["products_per_second"],
-        speed["kind"],
-        grows,
-        task.cache is not None,
-        not sets[0].place.is_local,
+    stored, machines = tuple(Stored.of(each.manifest) for each in sets), connected_machines(workers)
+    facts: dict[str, Any] = {
+        "itemsize": np.dtype(sets[0].dtype).itemsize,
+        "products_per_second": speed["products_per_second"],
+        "cached": task.cache is not None,
+        "remote": not sets[0].place.is_local,
+    }
+    budget = worker_budget(workers, speed["device_bytes"])
+    cut, work = graph_on_ray(
+        stored, sets[0].dim, task.k, machines, schedule=schedule, block_rows=block_rows, budget=budget, **facts
     )
-    plan = choose_schedule(base, worker_budget(workers, speed["device_bytes"]), block_rows, schedule)
-    check_disk(task.to, plan.work.scratch + plan.work.stored)
-    return plan
-
-
-def choose_schedule(base: GraphPlan, budget: int, block_rows: int | None = None, schedule: str = "auto") -> GraphPlan:
-    """Cut the rows of a plan by the schedule asked for, or by the one that costs less time; it says why.
-
-    `budget`: bytes of memory of one worker.
-    """
-    fitting: list[GraphPlan] = []
-    refusals: list[LattqeError] = []
-    own, rows = base.cut.bounds[1], base.cut.bounds[-1]
-    for name in ("pairs", "rows") if schedule == "auto" else (schedule,):
-        try:
-            cut = cut_for(
-                name,
-                own,
-                rows - own,
-                base.workers,
-                base.dim,
-                base.k,
-                itemsize=np.dtype(base.dtype).itemsize,
-                budget=budget,
-                products_per_second=base.products_per_second,
-                block_rows=block_rows,
-            )
-            fitting.append(replace(base, cut=cut))
-        except LattqeError as refusal:
-            refusals.append(refusal)
-    if not fitting:
-        raise refusals[0]
-    if len(fitting) == 1:
-        return replace(fitting[0], reason="the other does not fit" if refusals else "as asked for")
-    best, other = sorted(fitting, key=lambda plan: plan.cost.seconds)
-    moved, more = ((plan.work.read + plan.work.written) / 1e9 for plan in (best, other))
-    return replace(
-        best,
-        reason=f"by {other.cut.schedule} {other.cost.seconds / max(best.cost.seconds, 1e-9):.3g} times as long: "
-        f"{other.products / best.products:.2g} times the products, {more:,.3g} GB moved instead of {moved:,.3g}",
+    check_disk(task.to, work.scratch + work.stored)
+    return GraphPlan(
+        stored, sets[0].dim, sets[0].dtype, task.k, cut, work, machines, resources, speed["kind"], grows, facts
     )
 
 

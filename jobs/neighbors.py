@@ -112,7 +112,7 @@ def main(
         into and open_place(into).uri,
         cache,
         engine=engine.value,
-        recall=wanted_recall(recall, approximate, against=against, block_rows=block_rows, engine=engine, plan=plan),
+        recall=wanted_recall(recall, approximate, against, block_rows, schedule, engine, plan),
     )
     facts: dict[str, Any]
     check_sets(task)
@@ -120,6 +120,7 @@ def main(
     rows = sum(each.rows for each in sets)
     task = exact_where_better(task, rows)
     if (where := setting(plan, assume, rows, workers, address, cache, block_rows)) is not None:
+        where = replace(where, schedule=schedule.value, here=where.here and schedule is Schedule.auto)
         tell([planned(task, where)], where, not sets[0].place.is_local, json)
         return
     if k >= rows:
@@ -154,7 +155,13 @@ def planned(task: "GraphTask", where: "Setting") -> "Work":
 
 
 def wanted_recall(
-    recall: float | None, approximate: bool, against: str | None, block_rows: int | None, engine: Engine, plan: bool
+    recall: float | None,
+    approximate: bool,
+    against: str | None,
+    block_rows: int | None,
+    schedule: Schedule,
+    engine: Engine,
+    plan: bool,
 ) -> float | None:
     """The recall of an approximate graph, or None; options that do not go together are refused."""
     from lattqe.search.approximate import check_recall
@@ -165,7 +172,7 @@ def wanted_recall(
         return None
     # What an approximate graph takes depends on how the rows lie, and shows only when their clusters are found.
     given = {"--against": against, "--block-rows": block_rows, "--plan": plan or None}
-    given |= {"--engine faiss": engine is Engine.faiss or None}
+    given |= {"--engine faiss": engine is Engine.faiss or None, "--schedule": schedule is not Schedule.auto or None}
     for option, value in given.items():
         if value is not None:
             raise LattqeError(f"{option} belongs to exact graphs: leave it or --approximate out")
@@ -320,7 +327,7 @@ def show_plan(task: "GraphTask", plan: "GraphPlan", left: int) -> None:
             "rows": f"{plan.rows:,} × {plan.dim} {plan.dtype}, k = {task.k}",
             "workers": f"{plan.workers}, each with " + ", ".join(f"{v:g} {n[4:]}" for n, v in plan.resources.items()),
             "blocks": plan.work.facts["blocks"],
-            "schedule": f"{plan.cut.schedule}: {plan.reason}",
+            "schedule": plan.work.facts["schedule"],
             "memory of a worker": human_bytes(plan.work.worker_bytes),
             "unfinished lists": f"up to {human_bytes(plan.work.scratch)} in {task.to}/_work",
             "graph": human_bytes(plan.work.stored),

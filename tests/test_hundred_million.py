@@ -36,10 +36,9 @@ def watch():
 
 threading.Thread(target=watch, daemon=True).start()
 from cluster.graph import Progress
-from cluster.graph_plan import GraphPlan, agree_on_cut, choose_schedule
 from lattqe.augmentation import Augmentation, begin_index
 from lattqe.augmentation.index import items_to_do
-from lattqe.cost.graph import Cut
+from lattqe.cost.rows import graph_on_ray
 from lattqe.cost.work import Machines, Stored
 from lattqe.search.stored import GraphTask, begin_graph, check_sets, measure_products
 from lattqe.store import FeatureSet, NeighborGraph
@@ -57,14 +56,11 @@ for part in range(0, len(pending.part_rows), 2):
     pending.place.write(f"_work/part-{part:05d}.json", b"{}")
 found["receipts"] = len(pending.unchecked())
 for rate in (1e10, 1e12):
-    base = GraphPlan(
-        (Stored.of(stored.manifest),), stored.dim, stored.dtype, 64, Cut((0, stored.rows), 1), Machines(64, asked=64),
-        {"num_cpus": 1.0}, rate, "float32", False, False, True,
-    )
-    plan = choose_schedule(base, 20 << 30)
-    progress = Progress(task, plan.cut, pending, 64, lambda products: None)
+    sets, machines = [Stored.of(stored.manifest)], Machines(64, asked=64)
+    cut, work = graph_on_ray(sets, stored.dim, 64, machines, budget=20 << 30, products_per_second=rate)
+    progress = Progress(task, cut, pending, 64, lambda products: None)
     started, left = len(progress.possible()), progress.products_left()
-    found["by " + plan.cut.schedule] = [started, left == plan.products]
+    found["by " + cut.schedule] = [started, left == cut.products]
 
 index = begin_index(Augmentation(features, graph, f"{to}/index", "aqe", 2, {}))
 found["items"] = len(items_to_do(index, 4096)[0])

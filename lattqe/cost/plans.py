@@ -9,7 +9,8 @@ import numpy as np
 from lattqe.augmentation.bands import Cut
 from lattqe.cost import stages
 from lattqe.cost.augment import Weighing, augmentation, hops, weighing_of
-from lattqe.cost.graph import bytes_per_row, fitting_rows, graph_here, graph_of_pairs, plan_pairs, product_seconds
+from lattqe.cost.graph import graph_here
+from lattqe.cost.rows import graph_on_ray
 from lattqe.cost.work import Machines, Stored, Work
 from lattqe.store.parts import RESIDENT_BYTES
 
@@ -56,6 +57,7 @@ class Setting:
     cached: bool = False
     products_per_second: float | None = None  # of one worker in the graph, where it was measured
     block_rows: int | None = None
+    schedule: str = "auto"  # of the graph
 
 
 def neighbors(sets: Sequence[Rows], k: int, where: Setting) -> Work:
@@ -64,22 +66,18 @@ def neighbors(sets: Sequence[Rows], k: int, where: Setting) -> Work:
     rate = where.products_per_second
     if where.here:
         return graph_here(stored, first.dim, k, where.machines, itemsize=first.itemsize, products_per_second=rate)
-    row = bytes_per_row(first.dim, k, first.itemsize)
-    budget = where.machines.budget
-    fit = fitting_rows(budget, row, rate or 1 / product_seconds(first.dim, where.machines))
-    others = sum(each.stored.rows for each in sets[1:])
-    cut = plan_pairs(first.stored.rows, others, where.machines.workers, fit, budget, row, where.block_rows)
-    return graph_of_pairs(
+    return graph_on_ray(
         stored,
         first.dim,
         k,
-        cut,
         where.machines,
+        schedule=where.schedule,
+        block_rows=where.block_rows,
         itemsize=first.itemsize,
         products_per_second=rate,
         cached=where.cached,
         remote=first.remote,
-    )
+    )[1]
 
 
 def needs_shards(rows: Rows, where: Setting) -> bool:

@@ -5,6 +5,7 @@ lists are not moved after every comparison.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lattqe.cost.graph import (
     BASE_BYTES,
@@ -15,15 +16,15 @@ from lattqe.cost.graph import (
     SEAL,
     Cut,
     bytes_per_row,
-    cut_rows,
     fitting_rows,
     graph_of_pairs,
     harmonic,
     overlaps,
+    plan_pairs,
     product_seconds,
     scoring_seconds,
 )
-from lattqe.cost.work import MISSING, OPEN, PUT, Machines, Requests, Stored, Work, gets_of
+from lattqe.cost.work import GB, MISSING, OPEN, PUT, Cost, Machines, Requests, Stored, Work, gets_of
 from lattqe.errors import LattqeError
 from lattqe.search.topk import capacity_for
 from lattqe.store.parts import RESIDENT_BYTES
@@ -84,21 +85,20 @@ def cut_for(
     """Cut `own` and `others` rows for a schedule so that `workers` with `budget` bytes each can do it; LattqeError with
     advice where they cannot. `block_rows`: of a block, instead of as many as fit.
     """
-    rows, held = own + others, 1 if schedule == "rows" else 2
-    fixed, each = fixed_bytes(schedule, rows, dim, itemsize), row_bytes(schedule, dim, k, itemsize)
-    fit = (budget - fixed) // (held * each)
+    rows, each = own + others, row_bytes(schedule, dim, k, itemsize)
+    if schedule == "pairs":
+        fit = fitting_rows(budget, each, products_per_second)
+        return plan_pairs(own, others, workers, fit, budget, each, block_rows)
+    fixed = fixed_bytes(schedule, rows, dim, itemsize)
+    fit = (budget - fixed) // each
     if fit < LEAST_BLOCK:
         raise LattqeError(
-            f"{workers} workers have {budget >> 20} MiB each, but {'one block' if held == 1 else 'two blocks'} of "
-            f"{LEAST_BLOCK} rows with k = {k} need {(fixed + held * LEAST_BLOCK * each) >> 20} MiB: use fewer "
-            "workers, a smaller k, or nodes with more memory"
+            f"{workers} workers have {budget >> 20} MiB each, but a block of {LEAST_BLOCK} rows with its lists and the "
+            f"rows that pass it need {(fixed + LEAST_BLOCK * each) >> 20} MiB: use fewer workers, a smaller k, or "
+            "nodes with more memory"
         )
-    if schedule == "rows":
-        timely = max(int(OWNER_SECONDS * products_per_second / rows), -(-rows // MAX_BLOCKS))
-        cut = cut_owned(own, others, workers, block_rows or min(fit, timely), block_rows is not None)
-    else:
-        fit = fitting_rows(budget, each, products_per_second)
-        cut = cut_rows(own, others, workers, block_rows or fit, block_rows is not None)
+    timely = max(int(OWNER_SECONDS * products_per_second / rows), -(-rows // MAX_BLOCKS))
+    cut = cut_owned(own, others, workers, block_rows or min(fit, timely), block_rows is not None)
     if cut.blocks > MAX_BLOCKS:
         raise LattqeError(
             f"{rows} rows would be cut into {cut.blocks} blocks, more than {MAX_BLOCKS}: use more memory "
@@ -165,20 +165,77 @@ def graph_of_rows(
     )
 
 
+COSTS = {"pairs": graph_of_pairs, "rows": graph_of_rows}
+
+
 def graph_on_ray(
-    sets: Sequence[Stored], dim: int, k: int, cut: Cut, machines: Machines, *, itemsize: int = 2,
-    products_per_second: float | None = None, cached: bool = False, remote: bool = True,
-) -> Work:  # fmt: skip
-    """The graph by the schedule of its cut."""
-    cost = graph_of_rows if cut.schedule == "rows" else graph_of_pairs
-    return cost(
-        sets,
-        dim,
-        k,
-        cut,
-        machines,
-        itemsize=itemsize,
-        products_per_second=products_per_second,
-        cached=cached,
-        remote=remote,
+    sets: Sequence[Stored],
+    dim: int,
+    k: int,
+    machines: Machines,
+    *,
+    schedule: str = "auto",
+    block_rows: int | None = None,
+    budget: int | None = None,
+    itemsize: int = 2,
+    products_per_second: float | None = None,
+    cached: bool = False,
+    remote: bool = True,
+) -> tuple[Cut, Work]:
+    """The graph on a cluster, by the schedule asked for or by the one that takes less time: how the rows are cut, and
+    what it costs; among its facts is why. LattqeError with advice where neither fits the memory of a worker.
+
+    budget: bytes of that memory; other arguments as those of `graph_of_pairs` and `cut_for`.
+    """
+    own, others = sets[0].rows, sum(each.rows for each in sets[1:])
+    found: list[tuple[Cut, Work]] = []
+    refusals: list[LattqeError] = []
+    for name in ("pairs", "rows") if schedule == "auto" else (schedule,):
+        try:
+            cut = cut_for(
+                name,
+                own,
+                others,
+                machines.workers,
+                dim,
+                k,
+                itemsize=itemsize,
+                budget=machines.budget if budget is None else budget,
+                products_per_second=products_per_second or 1 / product_seconds(dim, machines),
+                block_rows=block_rows,
+            )
+        except LattqeError as refusal:
+            refusals.append(refusal)
+            continue
+        work = COSTS[name](
+            sets,
+            dim,
+            k,
+            cut,
+            machines,
+            itemsize=itemsize,
+            products_per_second=products_per_second,
+            cached=cached,
+            remote=remote,
+        )
+        found.append((cut, work))
+    if not found:
+        raise refusals[0]
+    if len(found) == 1:
+        (cut, work), reason = found[0], "the other does not fit" if refusals else "as asked for"
+    else:
+        (cut, work), reason = _shorter(found, machines, remote)
+    return cut, replace(work, facts=work.facts | {"schedule": f"{cut.schedule}: {reason}"})
+
+
+def _shorter(found: Sequence[tuple[Cut, Work]], machines: Machines, remote: bool) -> tuple[tuple[Cut, Work], str]:
+    """The schedule that takes less time, and why."""
+    seconds = [Cost((work,), machines, remote).seconds for _, work in found]
+    best, other = sorted(range(len(found)), key=seconds.__getitem__)
+    moved = [(work.read + work.written) / GB for _, work in found]
+    (_, work), (slower, more) = found[best], found[other]
+    return found[best], (
+        f"by {slower.schedule} {seconds[other] / max(seconds[best], 1e-9):.3g} times as long, with "
+        f"{more.products / work.products:.2g} times the products and {moved[other]:,.3g} GB moved instead of "
+        f"{moved[best]:,.3g}"
     )

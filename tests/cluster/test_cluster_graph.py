@@ -14,14 +14,13 @@ from ray.cluster_utils import Cluster
 
 from cluster.approximate import build_approximate
 from cluster.graph import run_graph
-from cluster.graph_plan import GraphPlan, agree_on_cut, choose_schedule, plan_graph
+from cluster.graph_plan import agree_on_cut, plan_graph
 from cluster.graph_worker import GraphWorker
 from cluster.lists import file_name, find_lists, read_lists, write_lists
 from cluster.session import ray_session
 from cluster.shards import ShardedIndex
 from lattqe.cost import Cut, cut_rows
 from lattqe.cost.rows import cut_owned
-from lattqe.cost.work import Machines, Stored
 from lattqe.errors import LattqeError
 from lattqe.search import knn_graph, stored, topk
 from lattqe.search.graph import Lists
@@ -311,35 +310,6 @@ def test_every_pair_of_blocks_is_compared_once(own, others):
         met.update([(a, b)] if not cut.siblings(a, b) or a == b else [(a, a), (a, b), (b, b)])
     assert seen == [cut.complete(block) for block in range(cut.blocks)]
     assert met == Counter([(a, b) for a in range(own) for b in range(a, own + others)])
-
-
-def planned(rows, dim, k, workers, products_per_second):
-    stored, machines = Stored.kind("features", rows, dim=dim, dtype="float16"), Machines(workers, 8, asked=workers)
-    resources = {"num_cpus": 8.0}
-    cut = Cut((0, rows), 1)
-    return GraphPlan(
-        (stored,), dim, "float16", k, cut, machines, resources, products_per_second, "float32", False, False, True
-    )
-
-
-def test_the_plan_chooses_the_schedule_by_cost():
-    """Slow products: half of them. Fast ones and long lists over a network: lists that are written once."""
-    slow = choose_schedule(planned(1_000_000, 128, 64, 2, 1e8), 4 << 30)
-    assert slow.cut.schedule == "pairs"
-    assert slow.products == pytest.approx(1e12 / 2, rel=0.01)
-    base = planned(100_000_000, 512, 256, 64, 1.2e11)
-    fast = choose_schedule(base, 20 << 30)
-    assert fast.cut.schedule == "rows"
-    assert fast.products == pytest.approx(1e16, rel=0.02)
-    assert fast.work.worker_bytes <= 20 << 30
-    pairs = choose_schedule(base, 20 << 30, schedule="pairs")
-    assert pairs.reason == "as asked for"
-    assert pairs.work.written > 50 * fast.work.written, "lists"
-    longer = pairs.cost.seconds / fast.cost.seconds
-    assert longer > 1
-    assert fast.reason.startswith(f"by pairs {longer:.3g} times as long: 0.5")
-    small = choose_schedule(planned(1_000_000, 128, 64, 2, 1e8), 560 << 20)
-    assert (small.cut.schedule, small.reason) == ("pairs", "the other does not fit")
 
 
 def test_an_approximate_graph_is_that_of_one_process(local_ray, features, tmp_path, monkeypatch):
