@@ -85,6 +85,7 @@ def forge(folder, kind, table, fields):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # fifteen seconds of one core, which a busy machine may not give soon
 def test_a_driver_of_a_hundred_million_rows_stays_below_two_gigabytes(tmp_path):
     vectors = np.zeros((PART_ROWS, 4), np.float16)
     vectors[np.arange(PART_ROWS), np.arange(PART_ROWS) % 4] = 1
