@@ -39,9 +39,9 @@ class WholeList(NamedTuple):
 class Reading:
     """What n lists of t = 1 + k items, and their background as token t, say of themselves.
 
-    features (n, t + 1, FEATURES), valid (n, t + 1) bool; relations (2, n, t + 1, t + 1): cosines of the tokens'
-    vectors, as they are and after taking the background away; standard (n, t + 1): similarity to the query in
-    standard deviations of the whole list.
+    features (n, t + 1, FEATURES), valid (n, t + 1) bool; relations (2, n, t + 1, t + 1): similarities of the tokens'
+    vectors measured from the background, and cosines after taking it away; standard (n, t + 1): similarity to the
+    query in standard deviations of the whole list.
     """
 
     features: torch.Tensor
@@ -52,12 +52,17 @@ class Reading:
 
 def read(items: torch.Tensor, valid: torch.Tensor, whole: WholeList) -> Reading:
     """Read lists: items (n, t, D), row 0 the query, valid (n, t) bool."""
-    (n, t), (background, scores, scored) = items.shape[:2], whole
+    (n, t), background, scored = items.shape[:2], whole.background, whole.scored
     neighbors = valid.float()
     neighbors[:, 0] = 0
     count = neighbors.sum(1, keepdim=True).clamp(min=1)
-    vectors = torch.cat([items, F.normalize(background, dim=-1)[:, None]], dim=1)
-    cosines = vectors @ vectors.transpose(1, 2)
+    # Measured from the background, in units of the room that is left around it, a similarity says the same of
+    # descriptors that were centred and of those that all share a large mean; an item's with itself is 1.
+    level = background.square().sum(1)[:, None]
+    room = (1 - level).clamp(min=0.02)  # a list of one, or of equal vectors, leaves none
+    vectors = torch.cat([items, background[:, None]], dim=1)
+    cosines = ((vectors @ vectors.transpose(1, 2) - level[..., None]) / room[..., None]).clamp(min=-4)
+    scores = ((whole.scores - level) / room).clamp(min=-4)
     apart = F.pad(F.normalize(items - background[:, None], dim=-1, eps=1e-4), (0, 0, 0, 1))
     centred = apart @ apart.transpose(1, 2)
     similarity, to_query = cosines[:, 0], centred[:, 0]

@@ -28,7 +28,9 @@ from lattqe.model.encoder import (
 from lattqe.model.gated import GatedHead, GatedTokens, WholeList, read
 
 HOP_ALPHA = 0.9  # of networks that did not learn it
-VERSION = 1  # of what a saved network means; raised when the same tensors would give other weights
+
+# Of what a saved network means; raised when the same tensors would give other weights.
+VERSION, GATED_VERSION = 1, 2
 
 
 class LAttQE(nn.Module):
@@ -126,7 +128,10 @@ class LAttQE(nn.Module):
             found = self.head.signed(x, relations, dba)
         if dba:
             return found, items.new_zeros(len(items))
-        length = torch.bmm(found.weights[:, None], items)[:, 0].norm(dim=1, keepdim=True)
+        if isinstance(self.head, GatedHead):  # sums to 1: a mean that all vectors share stays what it is
+            length = found.weights.sum(1, keepdim=True)
+        else:
+            length = torch.bmm(found.weights[:, None], items)[:, 0].norm(dim=1, keepdim=True)
         return dataclasses.replace(found, weights=found.weights / length.clamp(min=1e-6)), self.head.share(x)
 
     def save(
@@ -140,7 +145,7 @@ class LAttQE(nn.Module):
         from lattqe.store import save_model
 
         tensors = {name: tensor.detach().cpu().numpy() for name, tensor in self.state_dict().items()}
-        config = {"version": VERSION, "network": self.config.to_dict(), "training": training or {}}
+        config = {"version": _version(self.config), "network": self.config.to_dict(), "training": training or {}}
         save_model(uri, tensors, config, metrics or {}, inputs=inputs)
 
     @classmethod
@@ -156,10 +161,6 @@ class LAttQE(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: dict[str, np.ndarray], config: dict[str, Any], source: str) -> "LAttQE":
         """A network from tensors by name and the configuration stored beside them."""
-        if config.get("version") != VERSION:
-            raise LattqeError(
-                f"{source}: network version {config.get('version')!r}, this lattqe reads {VERSION}: train it again"
-            )
         settings = config.get("network")
         if not isinstance(settings, dict):
             raise LattqeError(f"{source}: config.json has no settings of a network: it is no model of lattqe")
@@ -168,6 +169,11 @@ class LAttQE(nn.Module):
             wanted = cls.shapes(described, layers=_count_encoders(tensors))
         except LattqeError as error:
             raise LattqeError(f"{source}: {error}") from error
+        if config.get("version") != _version(described):
+            raise LattqeError(
+                f"{source}: network version {config.get('version')!r}, this lattqe reads {_version(described)} of its "
+                "kind: train it again"
+            )
         for name in sorted(set(wanted) ^ set(tensors)):
             problem = "is missing" if name in wanted else "is not part of the network its config.json describes"
             raise LattqeError(f"{source}: tensor {name} {problem}: the files do not belong together")
@@ -201,6 +207,10 @@ class LAttQE(nn.Module):
             raise LattqeError(
                 "config.json asks for a network that is too large: the files do not belong together"
             ) from error
+
+
+def _version(config: LAttQEConfig) -> int:
+    return GATED_VERSION if config.gated else VERSION
 
 
 def _count_encoders(tensors: dict[str, np.ndarray]) -> int:

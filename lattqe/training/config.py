@@ -50,8 +50,9 @@ class TrainingConfig:
     world_classes: float = 0.2  # worlds: smallest share of a set's classes that are present
     world_images: float = 0.3  # worlds: smallest share of those classes' images that are present
     world_rows: int = 3_000  # worlds: largest number of images; more cost time and teach the same
-    widths: tuple[int, ...] = (64, 96, 128, 192, 256, 384)  # densities: first columns taken, beside all of them
+    widths: tuple[int, ...] = (16, 32, 64, 96, 128, 192, 256, 384)  # densities: first columns taken, beside all of them
     synthetic: float = 0.15  # densities: share of worlds of synthetic landmarks, which are long rows and no blobs
+    clusters: float = 0.0  # densities: share of worlds of Gaussian clusters
     hop_every: int = 0  # densities: of so many batches one is a world augmented through hops; 0: none
     hop_world_rows: int = 4_000  # its rows at most: as long lists as in use
     hop_rows: int = 700  # of them at most so many, those around the queries, are augmented
@@ -100,6 +101,7 @@ class TrainingConfig:
     validate_densities: tuple[int, ...] = ()  # relevant images to which validation sets are also cut, the other sets
     #                                           being distractors; the mean over all of these decides
     validate_widths: tuple[int, ...] = ()  # first columns at which that is done; none: all of them
+    validate_shift: float = 0.0  # above 0: at the first width also with a mean of this length added to all vectors
     validate_queries: int = 100  # of each set, at most, where sets are cut
     shared_labels: bool = False  # True: equal labels mean equal classes across sets; else each set has its own
 

@@ -21,11 +21,15 @@ from lattqe.training.sampling import Batch, Members, Stream, draw_k, generator
 WHOLE = 1 << 30  # a class that is not cut
 FEWEST_CLASSES = 6  # a world of fewer has hardly a wrong neighbor to tell from a right one
 FEWEST_ROWS = 400  # of a world, where the set has as many
+TINY, TINY_ROWS = 0.15, 50  # share of worlds that may be smaller, and how small
 ONE_SET = 0.45  # share of the worlds that are made of one set; the others mix two or more
 # Shares of the ways in which classes are cut; what is left: a random part of the classes is cut.
 ALL_WHOLE, ONE_SET_CUT, EACH_CUT = 0.45, 0.3, 0.12
 MOST_CUT = 40  # images of a class in worlds where one set is cut
-WHITENED, NOISY, ROUNDED = 0.2, 0.15, 0.1  # shares of the worlds whose space is altered
+WHITENED, SHIFTED = 0.25, 0.35  # shares of the worlds whose space is scaled otherwise, and whose mean is not zero
+NOISY, ROUNDED, BENT, RECTIFIED = 0.12, 0.08, 0.08, 0.1  # shares of those altered in one of these ways besides
+UNITS = (64, 512)  # columns, at least and at most, of worlds that are never negative
+CLUSTER_WIDTHS, CLUSTER_ROWS = (16, 32, 64, 128, 256, 512), 4_000
 SYNTHETIC_WIDTHS = (64, 128, 256, 512)
 
 
@@ -78,8 +82,11 @@ class DensitySampler:
 
     def pool(self, rng: np.random.Generator) -> Pool:
         """The rows of one set or of several, or a synthetic world."""
-        if rng.random() < self.config.synthetic:
+        kind = rng.random()
+        if kind < self.config.synthetic:
             return self.synthetic[rng.integers(len(self.synthetic))]
+        if kind < self.config.synthetic + self.config.clusters:
+            return _clusters(rng)
         sets = len(self.data.bounds) - 1
         several = 1 if sets == 1 or rng.random() < ONE_SET else int(rng.integers(2, sets + 1))
         chosen = rng.permutation(sets)[:several]
@@ -179,6 +186,32 @@ class DensitySampler:
         )
 
 
+def _clusters(rng: np.random.Generator) -> Pool:
+    """Classes that are nothing but clusters, some of them in groups: where plain averaging is at its best.
+
+    How far a class stands out from chance is drawn, and how fast its columns fall off, so that there are few dimensions
+    in some and all of them in others.
+    """
+    width, classes = int(rng.choice(CLUSTER_WIDTHS)), int(np.exp(rng.uniform(np.log(20), np.log(250))))
+    sizes = np.exp(rng.normal(0, rng.uniform(0, 0.8), classes))
+    sizes = np.maximum(2, sizes / sizes.sum() * CLUSTER_ROWS).astype(np.int64)
+    labels = np.repeat(np.arange(classes), sizes)
+    ranks = np.arange(1, width + 1)
+    between, within = ((ranks ** -rng.uniform(0, 0.8)).astype(np.float32) for _ in range(2))
+    groups, shared = rng.integers(0, max(1, classes // 6), classes), rng.uniform(0, 0.7) * (rng.random() < 0.5)
+
+    def draw(count: int, spectrum: NDArray[np.float32]) -> NDArray[np.float32]:
+        return rng.standard_normal((count, width), dtype=np.float32) * (spectrum / np.linalg.norm(spectrum))
+
+    centres = np.sqrt(shared) * draw(groups.max() + 1, between)[groups] + np.sqrt(1 - shared) * draw(classes, between)
+    # Cosines within a class are 1 / (1 + noise²) on average, those of chance 0 ± 1 / √dimensions.
+    dimensions = float((within**2).sum() ** 2 / (within**4).sum())
+    stands_out = np.exp(rng.uniform(np.log(1.5), np.log(10)))
+    noise = np.sqrt(max(0.15, np.sqrt(dimensions) / stands_out - 1))
+    vectors = _unit(centres[labels] + noise * draw(len(labels), within))
+    return Pool(vectors, labels, np.zeros(len(labels), np.int64), vectors.std(axis=0))
+
+
 def _around(vectors: torch.Tensor, queries: torch.Tensor, positive: NDArray[np.int64], most: int) -> torch.Tensor:
     """Rows (r,) of vectors (m, D) in order: the positives (b, p) and what is nearest to the queries (b, D).
 
@@ -228,7 +261,8 @@ def _shrunk(
     most: int,
 ) -> NDArray[np.int64]:
     """Rows (m,) reduced to a random number: classes go, or rows of classes that are not cut, so that cuts stay."""
-    target = int(np.exp(rng.uniform(np.log(min(FEWEST_ROWS, most)), np.log(most))))
+    fewest = TINY_ROWS if rng.random() < TINY else FEWEST_ROWS
+    target = int(np.exp(rng.uniform(np.log(min(fewest, most)), np.log(most))))
     if len(kept) > target and rng.random() < 0.6:
         order = rng.permutation(len(sizes))
         fits = max(FEWEST_CLASSES, int((np.cumsum(sizes[order]) <= target).sum()))
@@ -244,16 +278,30 @@ def _shrunk(
 
 
 def _altered(rng: np.random.Generator, x: NDArray[np.float32], spread: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Vectors (m, D) as another descriptor would give them: whitened more or less, noisy, or rounded to few bits."""
+    """Vectors (m, D) as another descriptor would give them.
+
+    Whitened more or less; noisy, rounded to few bits, bent by a power, or never negative, as a rectified layer's are;
+    with a mean that was not taken away.
+    """
+    spread = np.maximum(spread, 1e-4).astype(np.float32)
     if rng.random() < WHITENED:
-        x = x * np.maximum(spread, 1e-4) ** rng.uniform(-0.5, 0.8)
-    x = _unit(x)
+        x = x * spread ** rng.uniform(-0.5, 1.2)
+    x, width = _unit(x), x.shape[1]
     way = rng.random()
     if way < NOISY:
-        x = _unit(x + rng.standard_normal(x.shape, dtype=np.float32) * rng.uniform(0.1, 0.8) / np.sqrt(x.shape[1]))
-    elif way < NOISY + ROUNDED:
+        x = _unit(x + rng.standard_normal(x.shape, dtype=np.float32) * rng.uniform(0.1, 0.8) / np.sqrt(width))
+    elif way < (edge := NOISY + ROUNDED):
         step = np.abs(x).max() / rng.choice([2, 4, 8])
         x = _unit(np.round(x / step) * step + 1e-6)  # a row that rounds to zero is a row that all others resemble
+    elif way < (edge := edge + BENT):
+        x = _unit(np.sign(x) * np.abs(x) ** rng.uniform(0.3, 2))
+    elif way < edge + RECTIFIED:
+        units = int(np.clip(width * rng.integers(1, 4), *UNITS))
+        mixed = x @ (rng.standard_normal((width, units), dtype=np.float32) / np.sqrt(width))
+        x = _unit(np.maximum(mixed - rng.uniform(-0.5, 1) / np.sqrt(width), 0) + 1e-6)
+    if rng.random() < SHIFTED:
+        mean = rng.standard_normal(x.shape[1], dtype=np.float32)
+        x = _unit(x + np.exp(rng.uniform(np.log(0.2), np.log(3))) * _unit(mean[None]))
     return x
 
 

@@ -76,13 +76,23 @@ class Training:
         self.training = load(plan.features, plan.graphs, plan.graph_k, self.config.shared_labels, plan.cache)
         self.sampler = make_sampler(self.training, self.config)
         self.sets = [validation.load_set(*pair, cache=plan.cache) for pair in plan.validation]
+        self.rows = min(len(one.xb) for one in self.sets)  # of the smallest, before any is cut
+        self.to_augment = self.sets  # what takes long: where there are several spaces, the first will do
         if self.config.validate_densities:
-            widths = tuple(min(width, self.training.dim) for width in self.config.validate_widths)
-            self.sets = validation.density_sets(
-                self.sets, self.config.validate_densities, widths or (self.training.dim,), self.config.validate_queries
-            )
+            spaces = self._spaces()
+            self.to_augment, self.sets = spaces[0], [one for space in spaces for one in space]
         self.total = self.config.steps + self.config.temperature_steps
         self.started = time.monotonic() - self.state.seconds
+
+    def _spaces(self) -> list[list[validation.ValidationSet]]:
+        """The validation sets of every density: for each width, and shifted at the first one."""
+        config = self.config
+        widths = [min(width, self.training.dim) for width in config.validate_widths] or [self.training.dim]
+        spaces = [(width, 0.0) for width in widths] + [(widths[0], config.validate_shift)] * (config.validate_shift > 0)
+        return [
+            validation.density_sets(self.sets, config.validate_densities, width, config.validate_queries, shift)
+            for width, shift in spaces
+        ]
 
     def run(self) -> None:
         """Do what is not done yet, and publish the model."""
@@ -194,7 +204,7 @@ class Training:
 
     def _choose(self, network: LAttQE) -> dict[str, Any]:
         """Find nQE alone, and nDBA, hops and nQE together, that are best on the mean of the validation sets."""
-        smallest = min(len(one.xb) for one in self.sets) - 1
+        smallest = self.rows - 1
         qe, dba = (tuple(k for k in ks if k <= smallest) for ks in (self.config.choose_qe, self.config.choose_dba))
         if not qe or not dba:
             raise LattqeError(
@@ -205,10 +215,7 @@ class Training:
         alone = validation.validate(network, self.sets, qe, self.team)
         hops = self.config.choose_hops
         self._tell(self.total, f"choosing nDBA among {len(dba)} and hops among {len(hops)} with nQE among {len(qe)}")
-        # Augmenting is what takes long: of several widths, the first will do.
-        widths = max(1, len(self.config.validate_widths)) if self.config.validate_densities else 1
-        narrowest = self.sets[: len(self.sets) // widths]
-        with_dba = validation.validate_dba(network, narrowest, dba, qe, self.team, hops)
+        with_dba = validation.validate_dba(network, self.to_augment, dba, qe, self.team, hops)
         n_qe = max(alone, key=lambda k: alone[k]["mean"])
         _, n_dba, n_hops, n_qe_dba = max(
             (with_dba[validation.setting_name(m, h)][str(k)], m, h, k) for m in dba for h in hops for k in qe

@@ -99,45 +99,45 @@ def load_set(database: str, queries: str | None, cache: str | None = None) -> Va
 
 
 def density_sets(
-    sets: list[ValidationSet], densities: tuple[int, ...], widths: tuple[int, ...], queries: int
+    sets: list[ValidationSet], densities: tuple[int, ...], width: int, queries: int, shift: float = 0.0
 ) -> list[ValidationSet]:
-    """The sets at each width, whole, and with the others as distractors: whole again and cut to each density.
+    """The sets at their first columns, whole and cut to each density, alone and with the others as distractors.
 
-    At most so many queries of each set, chosen once. A set whose queries are rows of its database stays whole: cutting
-    it would cut its queries.
+    At most so many queries of each set, chosen once. shift: the length of a mean that is added to all unit vectors, as
+    descriptors have that were never centred. A set whose queries are rows of its database stays whole: cutting it
+    would cut its queries.
     """
     result = []
-    for width in widths:
-        narrow = [_narrowed(one, width, queries) for one in sets]
-        for number, one in enumerate(narrow):
-            result.append(dataclasses.replace(one, name=f"{one.name}, {width} columns"))
-            others = [other.xb for place, other in enumerate(narrow) if place != number]
-            if one.query_rows is not None or not others:
-                continue
-            for m in (*densities, None):
-                kept = np.ones(len(one.labels), dtype=bool) if m is None else keep_of_each(one.labels, m)
-                distractors = np.full(sum(map(len, others)), -1)
-                result.append(
-                    ValidationSet(
-                        f"{one.name}, {width} columns, {m or 'all'} relevant among others",
-                        np.concatenate([one.xb[kept], *others]),
-                        np.concatenate([one.labels[kept], distractors]),
-                        one.xq,
-                        one.query_labels,
-                    )
-                )
+    narrow = [_narrowed(one, width, queries, shift) for one in sets]
+    space = f"{width} columns" + (f" shifted by {shift:g}" if shift else "")
+    for number, one in enumerate(narrow):
+        result.append(dataclasses.replace(one, name=f"{one.name}, {space}"))
+        others = [other.xb for place, other in enumerate(narrow) if place != number]
+        if one.query_rows is not None:
+            continue
+        distractors = np.full(sum(map(len, others)), -1)
+        for m in (*densities, None):
+            kept = np.ones(len(one.labels), dtype=bool) if m is None else keep_of_each(one.labels, m)
+            name, xb, labels = f"{one.name}, {space}, {m or 'all'} relevant", one.xb[kept], one.labels[kept]
+            if m is not None:
+                result.append(dataclasses.replace(one, name=name, xb=xb, labels=labels))
+            if others:
+                xb, labels = np.concatenate([xb, *others]), np.concatenate([labels, distractors])
+                result.append(dataclasses.replace(one, name=f"{name} among others", xb=xb, labels=labels))
     return result
 
 
-def _narrowed(one: ValidationSet, width: int, queries: int) -> ValidationSet:
+def _narrowed(one: ValidationSet, width: int, queries: int, shift: float) -> ValidationSet:
     """A set at its first columns, with some of its queries."""
     some = np.sort(np.random.default_rng(0).permutation(len(one.xq))[:queries])
-    xb, xq = (
-        x[:, :width] / np.maximum(np.linalg.norm(x[:, :width], axis=1, keepdims=True), 1e-12)
-        for x in (one.xb, one.xq[some])
-    )
+    mean = np.random.default_rng(1).standard_normal((1, width)).astype(np.float32)
+    xb, xq = (_unit(_unit(x[:, :width]) + shift * _unit(mean)) for x in (one.xb, one.xq[some]))
     rows = None if one.query_rows is None else one.query_rows[some]
     return dataclasses.replace(one, xb=xb, xq=xq, query_labels=one.query_labels[some], query_rows=rows)
+
+
+def _unit(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
 
 
 def expand(

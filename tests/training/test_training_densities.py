@@ -11,7 +11,7 @@ from lattqe.errors import LattqeError
 from lattqe.evaluation.truth import keep_of_each
 from lattqe.model import LAttQE
 from lattqe.training.checkpoint import Team
-from lattqe.training.densities import DensitySampler, _around
+from lattqe.training.densities import DensitySampler, _altered, _around, _clusters
 from lattqe.training.losses import hop
 from lattqe.training.plan import join
 from lattqe.training.presets import preset
@@ -29,6 +29,7 @@ SMALL = [
     "network.layers=1",
     "widths=8",
     "synthetic=0",
+    "clusters=0",
     "k_min=4",
     "k_max=12",
 ]
@@ -85,7 +86,7 @@ def test_worlds_are_dense_and_sparse(data, config):
     assert min(found) == 1
     assert max(found) >= 8
     widths = {sampler.batch(step, slice(0, 8)).candidates.shape[1] for step in range(12)}
-    assert widths == {8, 16}
+    assert {8, 16} <= widths <= {8, 16, 64}  # 64: rectified
 
 
 def test_the_dense_hop_of_training_is_the_sparse_hop_of_use(data):
@@ -187,17 +188,51 @@ def test_validation_meets_every_width_and_density():
         labels = np.arange(40) % 5 + (10 if name == "b" else 0)
         return ValidationSet(name, x, labels, x[:10] + 0.1, labels[:10])
 
-    cells = density_sets([one("a"), one("b")], (1, 3), (4, 8), queries=6)
-    assert [cell.name for cell in cells[:4]] == [
+    cells = density_sets([one("a"), one("b")], (1, 3), 4, queries=6)
+    assert [cell.name for cell in cells[:6]] == [
         "a, 4 columns",
+        "a, 4 columns, 1 relevant",
         "a, 4 columns, 1 relevant among others",
+        "a, 4 columns, 3 relevant",
         "a, 4 columns, 3 relevant among others",
         "a, 4 columns, all relevant among others",
     ]
-    assert len(cells) == 2 * 2 * 4
-    assert cells[1].xb.shape == (45, 4)
-    assert (np.bincount(cells[1].labels[cells[1].labels >= 0]) == 1).all()
+    assert len(cells) == 2 * 6
+    assert [len(cell.xb) for cell in cells[:6]] == [40, 5, 45, 15, 55, 80]
+    for cell in cells[1:3]:
+        assert (np.bincount(cell.labels[cell.labels >= 0]) == 1).all()
     assert all(len(cell.xq) == 6 and np.allclose(np.linalg.norm(cell.xb, axis=1), 1, atol=1e-5) for cell in cells)
+
+
+def test_validation_in_a_shifted_space_ranks_nearly_as_before_but_around_a_mean():
+    x = np.random.default_rng(0).standard_normal((400, 8)).astype(np.float32)
+    one = ValidationSet("a", x, np.arange(400) % 5, x[:10], np.arange(10) % 5)
+    plain, shifted = (density_sets([one], (), 8, queries=10, shift=shift)[0] for shift in (0.0, 2.0))
+    assert shifted.name == "a, 8 columns shifted by 2"
+    assert np.linalg.norm(plain.xb.mean(axis=0)) < 0.2
+    assert np.linalg.norm(shifted.xb.mean(axis=0)) > 0.8
+    assert np.allclose(np.linalg.norm(shifted.xq, axis=1), 1, atol=1e-5)
+
+
+def test_clusters_are_worlds_of_their_own():
+    """Unit vectors of some width, whose classes stand out from chance: the nearest is of the same class more often."""
+    for seed in range(6):
+        pool = _clusters(np.random.default_rng(seed))
+        scores = pool.vectors @ pool.vectors.T
+        np.fill_diagonal(scores, -2)
+        sizes = np.bincount(pool.labels)
+        chance = (sizes / sizes.sum() * sizes).sum() / sizes.sum()
+        assert (pool.labels[scores.argmax(axis=1)] == pool.labels).mean() > 1.5 * chance
+        assert sizes.min() >= 2
+
+
+def test_altered_spaces_are_unit_vectors_without_nan():
+    x = np.random.default_rng(0).standard_normal((50, 16)).astype(np.float32)
+    x[3] = 0
+    for seed in range(60):
+        made = _altered(np.random.default_rng(seed), x, x.std(axis=0))
+        assert np.isfinite(made).all()
+        assert np.allclose(np.delete(np.linalg.norm(made, axis=1), 3), 1, atol=1e-5)
 
 
 def test_settings_that_do_not_fit_are_refused():
