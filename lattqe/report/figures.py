@@ -1,6 +1,7 @@
 """The figures of benchmark runs and of neighbor graphs as SVG: the same bytes for the same numbers."""
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ matplotlib.use("Agg")
 PALETTE = ("#d55e00", "#009e73", "#e0a800", "#0072b2", "#cc79a7", "#56b4e9", "#7f3c8d", "#8c6d31", "#a0522d", "#5f8f00")
 MARKERS = "osD^vPX<>h"
 GREY, BLACK = "#777777", "#000000"
+SHADES = (BLACK, "#b5123e", "#1f5fd0")  # of learned methods where one figure has several
 # Names come from users: a dollar in one is a dollar, not the beginning of a formula.
 STYLE = {
     "text.parse_math": False,
@@ -188,16 +190,18 @@ def density_gains(title: str, groups: Sequence[Mapping[str, Any]]) -> str:
         figure, axis = _draw((7.2, 3.8))
         places = range(len(groups))
         plain = [group["lines"][0]["one"] for group in groups]
+        shades = itertools.cycle(SHADES)  # several learned lines lie close together here
         for number, line in enumerate(groups[0]["lines"]):
             if line["method"] == "none":
                 continue
             ours = is_learned(line["method"])
+            shade = next(shades) if ours else colour(line["method"])
             values = [group["lines"][number]["one"] - none for group, none in zip(groups, plain)]
             dashes = "-" if line["kind"] == "qe" else "--" if line["kind"] == "dba+qe" else ":"
             axis.plot(
                 places,
                 values,
-                color=colour(line["method"]),
+                color=shade,
                 marker=marker(line["method"]),
                 linestyle=dashes,
                 markersize=7 if ours else 3.5,
@@ -217,7 +221,7 @@ def density_gains(title: str, groups: Sequence[Mapping[str, Any]]) -> str:
                     places,
                     [one["low"] for one in sure],
                     [one["high"] for one in sure],
-                    color=colour(line["method"]),
+                    color=shade,
                     alpha=0.12,
                     linewidth=0,
                 )
