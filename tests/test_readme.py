@@ -15,7 +15,7 @@ EXAMPLES = re.findall(r"<!-- executed by tests/test_readme.py -->\n```(bash|pyth
 # A shorter training than a user would want; everything else is typed as it stands.
 SHORTER = {"--preset demo": "--preset demo --set steps=6 --set temperature_steps=2 --set validate_every=3"}
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(2700)]  # many commands
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def run(folder, line):
     for plain, short in SHORTER.items():
         line = line.replace(plain, short)
     done = subprocess.run(
-        [sys.executable, "-m", "jobs.cli", *line.split()[1:]], cwd=folder, capture_output=True, text=True, timeout=800
+        [sys.executable, "-m", "jobs.cli", *line.split()[1:]], cwd=folder, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, f"{line}\n{done.stderr[-2000:]}"
     assert "Traceback" not in done.stderr

@@ -23,7 +23,7 @@ import pytest
 from ray_nodes import Loopback, RayNode
 from s3_server import BUCKET, S3Server
 
-pytestmark = [pytest.mark.ray, pytest.mark.s3, pytest.mark.kill, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.s3, pytest.mark.kill, pytest.mark.slow]
 
 ROWS, DIM = 300, 16
 ACCESS, SECRET = f"LQACCESS{secrets.token_hex(6)}", f"lqsecret{secrets.token_hex(16)}"

@@ -20,7 +20,7 @@ from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter
 
-pytestmark = [pytest.mark.ray, pytest.mark.s3, pytest.mark.kill, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.s3, pytest.mark.kill, pytest.mark.slow]
 
 ROWS, DIM, K = 16_000, 48, 8
 

@@ -16,7 +16,6 @@ from lattqe.store import FeatureSet, FeatureWriter
 @pytest.mark.s3
 @pytest.mark.kill
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_faults_lose_nothing_and_change_nothing():
     """`make faults` strikes the whole pipeline on several nodes; here it is the import, which needs no Ray."""
     rounds = run_campaign([21], rounds=2, seconds=300, faults=4, nodes=0, verbs="import")

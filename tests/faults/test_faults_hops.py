@@ -14,7 +14,7 @@ from killing import end_session
 from lattqe.augmentation import AugmentSummary
 from lattqe.augmentation.bands import run_hops
 
-pytestmark = [pytest.mark.ray, pytest.mark.kill, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.kill, pytest.mark.slow]
 
 
 def start(world, to, kind, what):

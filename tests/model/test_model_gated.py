@@ -87,7 +87,7 @@ def test_a_network_with_content_still_refuses_other_widths():
 
 def test_a_gated_network_that_read_lists_otherwise_is_refused():
     tensors = {name: tensor.numpy() for name, tensor in make().state_dict().items()}
-    with pytest.raises(LattqeError, match=r"^here: network version 1, this lattqe reads 2 of its kind: train it again$"):
+    with pytest.raises(LattqeError, match=r"^here: network version 1, this lattqe reads 2 of its kind: train"):
         LAttQE.from_tensors(tensors, {"version": 1, "network": GATED.to_dict()}, "here")
 
 
