@@ -1,7 +1,9 @@
 """What every job shows on the screen: a plan, a progress bar, a summary; and how it ends when something is wrong."""
 
+import atexit
 import copy
 import functools
+import gc
 import json
 import os
 import signal
@@ -259,6 +261,10 @@ class PlainCommand(TyperCommand):
 
 def run(app: typer.Typer, arguments: list[str] | None = None, name: str | None = None) -> None:
     """Run one job as a program: `python -m jobs.NAME ...`, as `ray job submit` wants it, or the verb `name`."""
+    # torch alone brings half a million objects, all of which live as long as the process: searching them for cycles
+    # again and again while they are imported, and once more at the end, is half a second of a command of two.
+    gc.set_threshold(20_000)
+    atexit.register(gc.freeze)
     guarded(_unwrapped, app, arguments, name)
 
 

@@ -23,7 +23,7 @@ from jobs.console import (
 )
 from jobs.methods import NAMES, method_options, method_params
 from jobs.plan import Assume, Plan, setting, tell
-from lattqe.cost.stages import PART_QUERIES
+from lattqe.cost.work import PART_QUERIES
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
