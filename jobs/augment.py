@@ -263,16 +263,15 @@ def _hop_here(task: "Augmentation") -> Made:
 
 
 def _hop(task: "Augmentation", workers: int | None, process: int | None) -> Made:
-    from cluster.augmentation import build_index
+    from cluster.augmentation import build_index, hop_workers, predict_hop_memory
     from cluster.blocks import check_parts
-    from cluster.hops import default_workers, predict_memory
     from lattqe.augmentation import begin_index
     from lattqe.device import resident_bytes
 
     pending = begin_index(task)
     check_parts(pending)
-    workers = workers or default_workers()
-    memory = predict_memory(task.hop_task(), process or resident_bytes())
+    workers = workers or hop_workers()
+    memory = predict_hop_memory(task.hop_task(), process or resident_bytes())
     show_hops(task, workers, {"workers": workers, "memory of a worker": human_bytes(memory)})
     with _hop_bar(task, pending) as bar:
         summary = build_index(task, bar.advance, workers=workers, pending=pending)
@@ -325,9 +324,15 @@ def show_hops(task: "Augmentation", workers: int, where: dict[str, Any]) -> None
 
 
 def _augment(task: "Augmentation", workers: int | None, reach: str, process: int | None) -> Made:
-    from cluster.augmentation import build_index, default_workers, predict_memory
+    from cluster.augmentation import (
+        ShardReader,
+        build_index,
+        choose_reach,
+        default_workers,
+        open_shards,
+        predict_memory,
+    )
     from cluster.blocks import check_parts
-    from cluster.reach import ShardReader, choose_reach, open_shards
     from lattqe.augmentation import begin_index
     from lattqe.device import resident_bytes
     from lattqe.expansion import create

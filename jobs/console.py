@@ -30,8 +30,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from jobs.log_file import logged
-from lattqe.errors import LattqeError
-from lattqe.events import event
+from lattqe.errors import LattqeError, event
 
 # Results go to stdout where scripts read them; everything for people's eyes goes to stderr.
 screen = Console(stderr=True, highlight=False)

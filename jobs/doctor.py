@@ -7,7 +7,7 @@ import typer
 
 from jobs.console import command, human_bytes, print_json, run, screen, show_table
 
-EXIT_TO_MEND = 1
+EXIT_TO_FIX = 1
 
 
 def main(
@@ -52,13 +52,13 @@ def main(
     for line in lines:
         screen.print(f"fix: {line}", markup=False, soft_wrap=True)
     if lines:
-        raise SystemExit(EXIT_TO_MEND)
+        raise SystemExit(EXIT_TO_FIX)
     screen.print(f"all well: {len(reports)} node{'s' if len(reports) != 1 else ''}")
 
 
 def accept_device(name: str, json: bool) -> None:
     """Run everything that GPUs do on this machine's, or on the CPU in its place; exit code 1 where a check fails."""
-    from lattqe.acceptance import accept
+    from cluster.doctor import accept
     from lattqe.device import pick_device
 
     found = accept(pick_device(name))
@@ -74,7 +74,7 @@ def accept_device(name: str, json: bool) -> None:
     )
     show_table("rates", found["rates"])
     if not found["passed"]:
-        raise SystemExit(EXIT_TO_MEND)
+        raise SystemExit(EXIT_TO_FIX)
 
 
 app = command(main)

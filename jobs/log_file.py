@@ -17,8 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lattqe.errors import LattqeError
-from lattqe.events import event
+from lattqe.errors import LattqeError, event
 
 Option = Annotated[
     str | None,

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jobs.console import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, command, run, screen
-from lattqe.errors import LattqeError
-from lattqe.events import event
+from lattqe.errors import LattqeError, event
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient

@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
+from lattqe.store.artifacts import NeighborGraph, Ranks
 from lattqe.store.features import FeatureSet, bad_ids
-from lattqe.store.lists import NeighborGraph, Ranks
 from lattqe.store.manifest import seal_json, unseal_json
 from lattqe.store.parts import StoredRows
 from lattqe.store.pending import differences

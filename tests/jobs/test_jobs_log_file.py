@@ -14,8 +14,7 @@ from jobs.console import command, guarded, progress_bar, show_table
 from jobs.import_ import app as import_
 from jobs.log_file import redacted
 from jobs.whiten import app as whiten
-from lattqe.errors import LattqeError
-from lattqe.events import event
+from lattqe.errors import LattqeError, event
 
 
 def call(app, *arguments):
