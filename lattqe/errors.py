@@ -18,7 +18,7 @@ class CorruptDataError(LattqeError):
 
 
 class AlreadyExistsError(LattqeError):
-    """Somebody else published first, or the destination is taken by another configuration."""
+    """Another run published first, or the destination is taken by another configuration."""
 
 
 LOGGER = "lattqe.events"
