@@ -1,4 +1,4 @@
-"""One file for each verb of the command line."""
+"""The verbs of the command line, those of one topic in one file."""
 
 import os
 

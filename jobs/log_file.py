@@ -143,15 +143,15 @@ def _tell_end(error: BaseException, seconds: float) -> None:
 def _job_name(function: Callable[..., Any]) -> str:
     """`jobs.import_.main` is the job "import", `jobs.whiten.learn` is "whiten learn"."""
     module = function.__module__
-    if module == "__main__":  # python -m jobs.NAME
+    if module == "__main__":  # python -m jobs.augment
         module = getattr(sys.modules["__main__"].__spec__, "name", "job")
     verb = module.rsplit(".", 1)[-1].rstrip("_")
     return verb if function.__name__ == "main" else f"{verb} {function.__name__.replace('_', '-')}"
 
 
-def logged(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a job's function the option `--log-file`, as its last one."""
-    name = _job_name(function)
+def logged(function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+    """Give a job's function the option `--log-file`, as its last one; the file calls the job by `name`, if given."""
+    name = name or _job_name(function)
 
     @functools.wraps(function)
     def job(log_file: str | None = None, **arguments: Any) -> Any:

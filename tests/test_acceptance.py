@@ -7,7 +7,7 @@ import torch
 
 from cluster import doctor
 from cluster.doctor import accept, attack
-from jobs.doctor import accept_device
+from jobs.submit import accept_device
 from lattqe.search.products import TorchProducts
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ import torch
 
 import lattqe
 from jobs.append import app as append
+from jobs.artifacts import verify_app as verify
 from jobs.augment import app as augment
 from jobs.console import guarded
-from jobs.verify import app as verify
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, open_place

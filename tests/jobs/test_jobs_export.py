@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-import jobs.export
+from jobs.artifacts import export_app
 from jobs.console import guarded
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.search import knn_graph
@@ -60,7 +60,7 @@ def publish(uri, kind, table, k, inputs):
 def run(capsys, *arguments):
     code = 0
     try:
-        guarded(jobs.export.app, args=[str(argument) for argument in arguments])
+        guarded(export_app, args=[str(argument) for argument in arguments])
     except SystemExit as stop:
         code = stop.code or 0
     captured = capsys.readouterr()

@@ -1,6 +1,5 @@
 """`--log-file` of every job: one JSON object a line, from start to end, and never a credential."""
 
-import importlib
 import json
 import logging
 import os
@@ -29,7 +28,7 @@ def read(path):
 
 def commands():
     for verb in cli.VERBS:
-        found = typer.main.get_command(importlib.import_module(verb.module).app)
+        found = typer.main.get_command(verb.load())
         yield from getattr(found, "commands", {verb.name: found}).values()
 
 
