@@ -42,9 +42,10 @@ VERBS = (
     Verb("import", "jobs.import_", "foreign files → a feature set", "lattqe import vectors.npy --to features"),
     Verb(
         "whiten",
-        "jobs.whiten",
+        "jobs.train",
         "learn a whitening, apply it to features",
         "lattqe whiten learn features --to whitening",
+        "whiten_app",
     ),
     Verb(
         "neighbors",

@@ -141,16 +141,15 @@ def _tell_end(error: BaseException, seconds: float) -> None:
 
 
 def _job_name(function: Callable[..., Any]) -> str:
-    """`jobs.import_.main` is the job "import", `jobs.whiten.learn` is "whiten learn"."""
+    """`jobs.import_.main` is the job "import"."""
     module = function.__module__
     if module == "__main__":  # python -m jobs.augment
         module = getattr(sys.modules["__main__"].__spec__, "name", "job")
-    verb = module.rsplit(".", 1)[-1].rstrip("_")
-    return verb if function.__name__ == "main" else f"{verb} {function.__name__.replace('_', '-')}"
+    return module.rsplit(".", 1)[-1].rstrip("_")
 
 
 def logged(function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
-    """Give a job's function the option `--log-file`, as its last one; the file calls the job by `name`, if given."""
+    """Give a job's function the option `--log-file`, as its last one; the file calls it `name`, or as its module."""
     name = name or _job_name(function)
 
     @functools.wraps(function)

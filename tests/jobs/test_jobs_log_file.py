@@ -9,10 +9,12 @@ import pytest
 import typer.main
 
 from jobs import cli
+from jobs.artifacts import info_app
 from jobs.console import command, guarded, progress_bar, show_table
 from jobs.import_ import app as import_
+from jobs.import_ import dataset_app
 from jobs.log_file import redacted
-from jobs.whiten import app as whiten
+from jobs.train import whiten_app as whiten
 from lattqe.errors import LattqeError, event
 
 
@@ -58,12 +60,18 @@ def test_runs_append_and_errors_are_told(tmp_path):
     log = tmp_path / "run.jsonl"
     assert call(import_, tmp_path / "none.npy", "--to", tmp_path / "f", "--log-file", log) == 2
     assert call(whiten, "learn", tmp_path / "none", "--to", tmp_path / "w", "--log-file", log) == 2
+    assert call(info_app, tmp_path / "none", "--log-file", log) == 2
+    assert call(dataset_app, "r1m", tmp_path / "none", "--to", tmp_path / "d", "--log-file", log) == 2
     lines = read(log)
     assert [(line["job"], line["event"]) for line in lines] == [
         ("import", "start"),
         ("import", "error"),
         ("whiten learn", "start"),
         ("whiten learn", "error"),
+        ("info", "start"),
+        ("info", "error"),
+        ("dataset r1m", "start"),
+        ("dataset r1m", "error"),
     ]
     assert lines[1]["level"] == "error"
     assert "none.npy" in lines[1]["message"]
