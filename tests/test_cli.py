@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import typer.main
 
 from jobs import cli
 from lattqe import __version__
+from lattqe.store import FeatureWriter
 
 
 def call(monkeypatch, *arguments):
@@ -132,3 +134,19 @@ def test_wrong_usage_is_one_line(words, said, monkeypatch, capsys):
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith(said)
+
+
+def test_a_small_search_imports_neither_ray_nor_what_only_other_verbs_need(tmp_path):
+    with FeatureWriter(str(tmp_path / "rows"), 4) as writer:
+        writer.append(np.eye(4, dtype=np.float32), list("abcd"))
+    code = (
+        "import os, sys; from jobs.search import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "print(sorted({'ray', 'scipy', 'sympy', 'pandas', 'boto3'} & set(sys.modules)), os.environ['GOMP_SPINCOUNT'])"
+    )
+    words = [tmp_path / "rows", tmp_path / "rows", "-k", "2", "--to", tmp_path / "ranks"]
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.strip() == "[] 1000"
