@@ -295,7 +295,7 @@ def export(
         ("--with-self", with_self, NeighborGraph),
     ):
         if given and type(artifact) is not kind:
-            raise LattqeError(f"{option} is of no use for {uri}, {_words(artifact)}")
+            raise LattqeError(f"{option} does not apply to {uri}, {_words(artifact)}")
     note_approximate(artifact)
     started = time.monotonic()
     if isinstance(artifact, FeatureSet):

@@ -139,7 +139,7 @@ class Ranks(NeighborGraph):
                 hint = "" if given else " (give its address by --database)"
                 raise LattqeError(f"the rows that {self.uri} names cannot be read{hint}: {error}") from error
             if features.digest != entry["digest"]:
-                raise LattqeError(f"{uri} is not the set that {self.uri} was found in: give that one by --database")
+                raise LattqeError(f"{uri} is not the set that {self.uri} was found in: give that one with --database")
             sets.append(features)
         return sets
 
@@ -168,7 +168,7 @@ def _lists(batch: pa.RecordBatch) -> tuple[np.ndarray, np.ndarray]:
 def _database_rows(manifest: Manifest, uri: str) -> int | None:
     rows = manifest.fields.get("database_rows", None if manifest.kind == Ranks.kind else manifest.rows)
     if not isinstance(rows, int | None) or isinstance(rows, bool):
-        raise CorruptDataError(f"{uri}: its manifest speaks of {rows!r} database rows")
+        raise CorruptDataError(f"{uri}: its manifest gives {rows!r} as the number of database rows")
     return rows
 
 

@@ -49,7 +49,7 @@ def export_features(features: FeatureSet, to: str, factory: str | None = None) -
     """
     suffix = check_suffix("features", to)
     if factory is not None and suffix not in INDEXES:
-        raise LattqeError(f"a faiss factory string ({factory}) is of no use for a {suffix} file")
+        raise LattqeError(f"a faiss factory string ({factory}) does not apply to a {suffix} file")
     beside: dict[str, Writer] = {".ids.txt": lambda file: _write_lines(_ids(features), file)}
     if features.has_labels:
         beside[".labels.txt"] = lambda file: _write_lines(_labels(features), file)

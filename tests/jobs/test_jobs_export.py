@@ -219,8 +219,8 @@ def test_forged_sets_are_not_exported(tmp_path):
     [
         ("graph", ["--to", "x.npy"], "must end in one of .npz"),
         ("ranks", ["--to", "x.npy"], "must end in one of .csv, .json"),
-        ("ranks", ["--to", "x.csv", "--factory", "Flat"], "--factory is of no use for"),
-        ("features", ["--to", "x.npy", "--similarities"], "--similarities is of no use for"),
+        ("ranks", ["--to", "x.csv", "--factory", "Flat"], "--factory does not apply to"),
+        ("features", ["--to", "x.npy", "--similarities"], "--similarities does not apply to"),
         ("model", ["--to", "x.npz"], "feature sets, ranks and neighbor graphs are exported"),
     ],
 )

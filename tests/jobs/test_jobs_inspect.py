@@ -182,7 +182,7 @@ def test_export_to_s3(run, artifacts, s3_uri):
     ("arguments", "match"),
     [
         (["--to", "x.csv"], "must end in one of .npy"),
-        (["--to", "x.npy", "--factory", "Flat"], "of no use for a .npy file"),
+        (["--to", "x.npy", "--factory", "Flat"], "does not apply to a .npy file"),
         (["--to", "x.faiss", "--factory", "Nonsense7"], "does not know the factory string 'Nonsense7'"),
         (["--to", "x.faiss", "--factory", "IVF3000,Flat"], "cannot train 'IVF3000,Flat' on 300 rows"),
         (["--to", "taken.npy"], "taken.npy exists already"),
