@@ -125,9 +125,9 @@ class _BlockRun(Generic[Block]):
             ray.get(reference)
         except RayError as error:
             self.failed_starts += 1
-            mendable = user_error(error)
-            if mendable is not None or self.failed_starts > self.policy.max_failures:
-                raise mendable or error from None
+            fixable = user_error(error)
+            if fixable is not None or self.failed_starts > self.policy.max_failures:
+                raise fixable or error from None
             self.watch.lost(worker, error)
             self.start(worker)
         else:
@@ -189,9 +189,9 @@ class _BlockRun(Generic[Block]):
         try:
             result = ray.get(reference)
         except RayError as error:
-            mendable = user_error(error)
-            if mendable is not None:
-                raise mendable from None  # wrong input stays wrong: no retry, the one clear line reaches the user
+            fixable = user_error(error)
+            if fixable is not None:
+                raise fixable from None  # wrong input stays wrong: no retry, the one clear line reaches the user
             self.watch.failed(self.work.label(flight.block), flight.worker, error)
             if isinstance(error, ACTOR_LOST) and not self.bury(flight, error):
                 self.requeue(flight)

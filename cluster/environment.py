@@ -3,7 +3,7 @@
 Ray writes `env_vars` of a runtime environment into its logs on every node. So workers get the settings from a function
 that Ray runs in each new worker and keeps in its own memory only. A submitted job cannot be given such a function: its
 settings travel in two halves, each of which is noise without the other: an environment variable, which Ray logs, and a
-file beside the code. `python -m cluster.environment jobs.NAME ...` puts them together and runs the job.
+file beside the code. `python -m cluster.environment jobs.cli VERB ...` puts them together and runs the job.
 """
 
 import base64
@@ -50,7 +50,7 @@ def unseal(text: str, pad: bytes) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run `jobs.NAME` with the settings that came with it."""
+    """Run a module, `jobs.cli`, with the settings that came with it."""
     os.environ.update(unseal(os.environ.pop(SEALED), Path(PAD_FILE).read_bytes()))
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

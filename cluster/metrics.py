@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from lattqe.events import event
+from lattqe.errors import event
 from lattqe.store.place import traffic
 
 RATE_SECONDS = 60.0  # rows/s are those of the last minute

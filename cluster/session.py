@@ -23,8 +23,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 
 import lattqe
 from cluster.environment import forwarded_environment, setting_function
-from lattqe.errors import LattqeError
-from lattqe.events import event
+from lattqe.errors import LattqeError, event
 
 GROW_SECONDS = 1200.0  # to start machines, pull their images and install; a spot request may be refused first
 POLL_SECONDS = 2.0

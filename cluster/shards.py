@@ -168,9 +168,9 @@ class ShardedIndex:
 
     def _note_failure(self, shard: int, error: RayError) -> None:
         """Count a failure; raise what the user should know."""
-        mendable = user_error(error)
-        if mendable is not None:
-            raise mendable from None
+        fixable = user_error(error)
+        if fixable is not None:
+            raise fixable from None
         if not isinstance(error, ACTOR_LOST):
             raise error
         self._failures[shard] += 1

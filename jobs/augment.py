@@ -20,6 +20,7 @@ from jobs.console import (
     print_json,
     progress_bar,
     run,
+    screen,
     show_table,
 )
 from jobs.methods import NAMES, method_options, method_params
@@ -88,7 +89,7 @@ def main(
     from lattqe.augmentation import GRAPH, Augmentation, describe
     from lattqe.cost import plans
     from lattqe.expansion import create
-    from lattqe.store import FeatureSet, open_place
+    from lattqe.store import FeatureSet, find_manifest, open_place
     from lattqe.store.pending import refuse_unlike
 
     check_reach(reach)
@@ -107,12 +108,22 @@ def main(
     known = {"kind": "features", "config": describe(method, k, params, hops, hop_alpha)}
     known["inputs"] = {"features": original.as_input()}
     refuse_unlike(open_place(to), known)  # before a graph or edges are put there
-    here = reach == "auto" and runs_here(original.rows, workers, address)
+    if k >= original.rows:
+        note = (
+            f"note: {original.rows:,} rows have {original.rows - 1:,} neighbors each: all of them are weighed, not {k}"
+        )
+        screen.print(note, markup=False, soft_wrap=True)
+    own_graph = f"{to.rstrip('/')}/{GRAPH}"
+    done = find_manifest(open_place(to)) if given or find_manifest(open_place(own_graph)) else None
+    here = done is not None or (reach == "auto" and runs_here(original.rows, workers, address))
     with nullcontext() if here else on_ray(address):
-        checked_device(theta, here)  # before a graph is computed for nothing
-        graph = given or computed_graph(original, f"{to.rstrip('/')}/{GRAPH}", theta.depth(k), workers, cache, here)
+        if done is None:
+            checked_device(theta, here)  # before a graph is computed for nothing
+        graph = given or computed_graph(original, own_graph, theta.depth(k), workers, cache, here)
         task = Augmentation(original.uri, graph.uri, to, method, k, params, cache, hops=hops, hop_alpha=hop_alpha)
-        made = augment_here(task) if here else augment(task, workers, reach)
+        made = augment_here(task, done) if here else augment(task, workers, reach)
+    if done is not None:
+        screen.print(f"{to} is already up to date", markup=False, soft_wrap=True)
     if faiss is not None:
         from lattqe.store.export import export_features
 
@@ -225,10 +236,13 @@ def checked_device(method: "Method", here: bool) -> str:
 HERE = {"where": "in this process: --workers or --address ask for Ray"}
 
 
-def augment_here(task: "Augmentation") -> Made:
-    """Print the plan, run what is missing in this process, publish; of several hops, first the edges."""
-    stages = made_on(task, here=True).stages()
-    return reduce(Made.then, [(_hop_here if stage.hopping else _augment_here)(stage) for stage in stages])
+def augment_here(task: "Augmentation", done: "Manifest | None" = None) -> Made:
+    """Print the plan, run what is missing in this process, publish; of several hops, first the edges.
+
+    done: what an earlier run, on whatever device, has published: nothing is left to compute.
+    """
+    placed = made_on(task, here=True) if done is None else replace(task, device=done.config.get("device", "cpu"))
+    return reduce(Made.then, [(_hop_here if stage.hopping else _augment_here)(stage) for stage in placed.stages()])
 
 
 def augment(task: "Augmentation", workers: int | None, reach: str = "auto", process: int | None = None) -> Made:
@@ -263,16 +277,15 @@ def _hop_here(task: "Augmentation") -> Made:
 
 
 def _hop(task: "Augmentation", workers: int | None, process: int | None) -> Made:
-    from cluster.augmentation import build_index
+    from cluster.augmentation import build_index, hop_workers, predict_hop_memory
     from cluster.blocks import check_parts
-    from cluster.hops import default_workers, predict_memory
     from lattqe.augmentation import begin_index
     from lattqe.device import resident_bytes
 
     pending = begin_index(task)
     check_parts(pending)
-    workers = workers or default_workers()
-    memory = predict_memory(task.hop_task(), process or resident_bytes())
+    workers = workers or hop_workers()
+    memory = predict_hop_memory(task.hop_task(), process or resident_bytes())
     show_hops(task, workers, {"workers": workers, "memory of a worker": human_bytes(memory)})
     with _hop_bar(task, pending) as bar:
         summary = build_index(task, bar.advance, workers=workers, pending=pending)
@@ -325,9 +338,15 @@ def show_hops(task: "Augmentation", workers: int, where: dict[str, Any]) -> None
 
 
 def _augment(task: "Augmentation", workers: int | None, reach: str, process: int | None) -> Made:
-    from cluster.augmentation import build_index, default_workers, predict_memory
+    from cluster.augmentation import (
+        ShardReader,
+        build_index,
+        choose_reach,
+        default_workers,
+        open_shards,
+        predict_memory,
+    )
     from cluster.blocks import check_parts
-    from cluster.reach import ShardReader, choose_reach, open_shards
     from lattqe.augmentation import begin_index
     from lattqe.device import resident_bytes
     from lattqe.expansion import create

@@ -5,6 +5,7 @@ import importlib
 import sys
 from dataclasses import dataclass
 
+import typer
 from rich.console import Console
 
 from jobs.console import EXIT_BAD_INPUT, run, screen
@@ -19,6 +20,12 @@ class Verb:
     module: str
     line: str
     example: str
+    app: str = "app"  # what it is called in its module, which may hold several verbs
+
+    def load(self) -> typer.Typer:
+        """Import the module, which takes time, and return the application."""
+        app: typer.Typer = getattr(importlib.import_module(self.module), self.app)
+        return app
 
 
 VERBS = (
@@ -27,16 +34,18 @@ VERBS = (
     ),
     Verb(
         "dataset",
-        "jobs.dataset",
+        "jobs.import_",
         "published files of a data set → feature sets, checked",
         "lattqe dataset revisited published --to data",
+        "dataset_app",
     ),
     Verb("import", "jobs.import_", "foreign files → a feature set", "lattqe import vectors.npy --to features"),
     Verb(
         "whiten",
-        "jobs.whiten",
+        "jobs.train",
         "learn a whitening, apply it to features",
         "lattqe whiten learn features --to whitening",
+        "whiten_app",
     ),
     Verb(
         "neighbors",
@@ -46,9 +55,10 @@ VERBS = (
     ),
     Verb(
         "duplicates",
-        "jobs.duplicates",
+        "jobs.search",
         "near-duplicates within a set, or between two",
         "lattqe duplicates features --graph graph --threshold 0.95 --to duplicates",
+        "duplicates_app",
     ),
     Verb(
         "train",
@@ -71,21 +81,24 @@ VERBS = (
     ),
     Verb(
         "gallery",
-        "jobs.gallery",
+        "jobs.ranks",
         "ranks → a page of pictures, before and after",
         "lattqe gallery ranks --against plain-ranks --images photos --to gallery.html",
+        "gallery_app",
     ),
     Verb(
         "evaluate",
-        "jobs.evaluate",
+        "jobs.ranks",
         "ranks → mAP and mP@k, for all queries and for each",
         "lattqe evaluate ranks --truth gnd_roxford5k.pkl",
+        "evaluate_app",
     ),
     Verb(
         "ablate",
-        "jobs.ablate",
+        "jobs.train",
         "what each part of a model is worth",
         "lattqe ablate features --val held-out --preset photos --to ablations",
+        "ablate_app",
     ),
     Verb(
         "benchmark",
@@ -100,10 +113,24 @@ VERBS = (
         'lattqe plan 100000000x512 -k 64 --assume "nodes=16,gpus=1,price=0.5"',
     ),
     Verb("demo", "jobs.demo", "all of this on a synthetic world, in minutes", "lattqe demo --to demo"),
-    Verb("info", "jobs.info", "what a stored artifact is, and what made it", "lattqe info features"),
-    Verb("verify", "jobs.verify", "check every checksum and every invariant", "lattqe verify features"),
-    Verb("export", "jobs.export", "a feature set → .npy, .fvecs or faiss", "lattqe export features --to index.faiss"),
-    Verb("doctor", "jobs.doctor", "check every node of a cluster, and the storage", "lattqe doctor s3://bucket/prefix"),
+    Verb("info", "jobs.artifacts", "what a stored artifact is, and what made it", "lattqe info features", "info_app"),
+    Verb(
+        "verify", "jobs.artifacts", "check every checksum and every invariant", "lattqe verify features", "verify_app"
+    ),
+    Verb(
+        "export",
+        "jobs.artifacts",
+        "a feature set → .npy, .fvecs or faiss",
+        "lattqe export features --to index.faiss",
+        "export_app",
+    ),
+    Verb(
+        "doctor",
+        "jobs.submit",
+        "check every node of a cluster, and the storage",
+        "lattqe doctor s3://bucket/prefix",
+        "doctor_app",
+    ),
     Verb(
         "submit",
         "jobs.submit",
@@ -138,7 +165,7 @@ def main() -> None:
         hint = f"did you mean {close[0]!r}?" if close else "see lattqe --help"
         screen.print(f"[red]error:[/red] there is no verb {arguments[0]!r}: {hint}")
         raise SystemExit(EXIT_BAD_INPUT)
-    run(importlib.import_module(verb.module).app, arguments[1:], f"lattqe {verb.name}")
+    run(verb.load(), arguments[1:], f"lattqe {verb.name}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """What every job shows on the screen: a plan, a progress bar, a summary; and how it ends when something is wrong."""
 
+import atexit
 import copy
 import functools
+import gc
 import json
 import os
 import signal
@@ -28,8 +30,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from jobs.log_file import logged
-from lattqe.errors import LattqeError
-from lattqe.events import event
+from lattqe.errors import LattqeError, event
 
 # Results go to stdout where scripts read them; everything for people's eyes goes to stderr.
 screen = Console(stderr=True, highlight=False)
@@ -237,9 +238,10 @@ def interruptible(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def command(function: Callable[..., Any]) -> typer.Typer:
-    """Make the typer application of one job out of its typed function."""
+    """Make the typer application of one job out of its typed function: the verb's name, or a module's `main`."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    app.command(cls=PlainCommand)(interruptible(logged(function)))
+    verb = None if function.__name__ == "main" else function.__name__
+    app.command(cls=PlainCommand)(interruptible(logged(function, verb)))
     return app
 
 
@@ -258,7 +260,11 @@ class PlainCommand(TyperCommand):
 
 
 def run(app: typer.Typer, arguments: list[str] | None = None, name: str | None = None) -> None:
-    """Run one job as a program: `python -m jobs.NAME ...`, as `ray job submit` wants it, or the verb `name`."""
+    """Run one job as a program: the verb `name`, or `python -m jobs.augment ...` and the like."""
+    # torch alone brings half a million objects, all of which live as long as the process: searching them for cycles
+    # again and again while they are imported, and once more at the end, is half a second of a command of two.
+    gc.set_threshold(20_000)
+    atexit.register(gc.freeze)
     guarded(_unwrapped, app, arguments, name)
 
 

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jobs.console import command, run, screen
-from lattqe.errors import LattqeError
-from lattqe.events import event
+from lattqe.errors import LattqeError, event
 
 if TYPE_CHECKING:
     from lattqe.benchmark.spec import Run

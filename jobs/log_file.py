@@ -17,8 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lattqe.errors import LattqeError
-from lattqe.events import event
+from lattqe.errors import LattqeError, event
 
 Option = Annotated[
     str | None,
@@ -142,17 +141,16 @@ def _tell_end(error: BaseException, seconds: float) -> None:
 
 
 def _job_name(function: Callable[..., Any]) -> str:
-    """`jobs.import_.main` is the job "import", `jobs.whiten.learn` is "whiten learn"."""
+    """`jobs.import_.main` is the job "import"."""
     module = function.__module__
-    if module == "__main__":  # python -m jobs.NAME
+    if module == "__main__":  # python -m jobs.augment
         module = getattr(sys.modules["__main__"].__spec__, "name", "job")
-    verb = module.rsplit(".", 1)[-1].rstrip("_")
-    return verb if function.__name__ == "main" else f"{verb} {function.__name__.replace('_', '-')}"
+    return module.rsplit(".", 1)[-1].rstrip("_")
 
 
-def logged(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a job's function the option `--log-file`, as its last one."""
-    name = _job_name(function)
+def logged(function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+    """Give a job's function the option `--log-file`, as its last one; the file calls it `name`, or as its module."""
+    name = name or _job_name(function)
 
     @functools.wraps(function)
     def job(log_file: str | None = None, **arguments: Any) -> Any:

@@ -175,7 +175,7 @@ def wanted_recall(
     given |= {"--engine faiss": engine is Engine.faiss or None, "--schedule": schedule is not Schedule.auto or None}
     for option, value in given.items():
         if value is not None:
-            raise LattqeError(f"{option} belongs to exact graphs: leave it or --approximate out")
+            raise LattqeError(f"{option} belongs to exact graphs: leave out {option} or --approximate")
     recall = RECALL if recall is None else recall
     check_recall(recall)
     return recall

@@ -209,7 +209,9 @@ def main(
     shapes = [read_size(text) for text in sizes]
     count = max(len(clusters), len(shapes))
     if {len(clusters), len(shapes)} - {1, count}:
-        raise LattqeError(f"{len(shapes)} sizes and {len(clusters)} times --assume: give as many, or one of them once")
+        raise LattqeError(
+            f"{len(shapes)} sizes and {len(clusters)} --assume: give the same number of both, or only one of either"
+        )
     columns: list[tuple[Rows, Cost]] = []
     for number in range(count):
         rows = Rows.sized(*shapes[number % len(shapes)], dtype)

@@ -1,14 +1,31 @@
-"""Train a LAttQE model on labelled feature sets."""
+"""What is learned from feature sets: the verbs train (LAttQE), ablate (what each of its parts is worth) and whiten."""
 
+import json as json_module
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import command, note_approximate, print_json, progress_bar, run, screen, show_table
+from jobs.console import (
+    PlainCommand,
+    command,
+    human_bytes,
+    interruptible,
+    note_approximate,
+    print_json,
+    progress_bar,
+    run,
+    screen,
+    show_table,
+)
+from jobs.log_file import logged
 from jobs.plan import Assume, Plan, setting, tell
 from lattqe.errors import LattqeError
+
+if TYPE_CHECKING:
+    from lattqe.store import Place
 
 
 def main(
@@ -165,6 +182,188 @@ def _show_result(result: dict[str, Any]) -> None:
 
 
 app = command(main)
+
+
+def ablate(
+    features: list[str] = typer.Argument(help="labelled feature sets, as for lattqe train"),
+    to: str = typer.Option(..., "--to", help="folder or s3://bucket/prefix; each variant gets its own model in it"),
+    val: list[str] = typer.Option(..., "--val", help="labelled database to validate on; may be repeated"),
+    queries: list[str] = typer.Option([], "--queries", help="labelled queries, one for each --val; see lattqe train"),
+    neighbors: list[str] = typer.Option([], "--neighbors", help="graph of each feature set; else computed"),
+    preset: str = typer.Option("paper", "--preset", help="paper, photos or demo"),
+    settings: list[str] = typer.Option([], "--set", help="change a setting in all variants: steps=1000, ..."),
+    only: list[str] = typer.Option([], "--only", help="train this variant; may be repeated; else all of them"),
+    workers: int = typer.Option(0, "--workers", help="processes that share each batch; 0: one for each GPU, or one"),
+    threads: int = typer.Option(0, "--threads", help="CPU threads of each worker; 0: an equal share"),
+    cache: str | None = typer.Option(None, "--cache", help="folder on each node that keeps features read from S3"),
+    address: str | None = typer.Option(None, "--address", help="a running Ray cluster; else one starts here"),
+    json: bool = typer.Option(False, "--json", help="print the result as JSON on stdout"),
+) -> None:
+    """Train a model and its ablations (Table 2 of the paper), and print what each part is worth.
+
+    Every variant is chosen on validation as the full model is, nQE included. A killed run continues: finished variants
+    are kept. The models can be named as ablations in a benchmark run.
+
+    Example: lattqe ablate features --val held-out --preset photos --to ablations
+    """
+    from cluster.session import ray_session
+    from lattqe.store import FeatureSet, open_place
+    from lattqe.training import preset as configuration
+    from lattqe.training.presets import variants
+
+    dim = FeatureSet.open(features[0]).dim
+    known = variants(configuration(preset, dim, settings))
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        raise LattqeError(f"unknown variant {unknown[0]!r}: use one of {', '.join(known)}")
+    if queries and len(queries) != len(val):
+        raise LattqeError(f"{len(queries)} --queries for {len(val)} --val: give one for each, or none")
+    pairs = [(database, queries[number] if queries else None) for number, database in enumerate(val)]
+    place = open_place(to)
+    table = finished(place)
+    with ray_session(address):
+        for name in only or known:
+            screen.print(f"[bold]{name}[/bold] {' '.join(known[name])}")
+            config = configuration(preset, dim, [*settings, *known[name]])
+            there = f"{to.rstrip('/')}/{name}"
+            table[name] = _variant(there, config, features, pairs, neighbors, cache, workers, threads)
+            place.write("ablations.json", json_module.dumps(table, indent=1).encode())
+    show_table("validation mAP", {name: f"{row['map']:.2f} with nQE {row['nqe']}" for name, row in table.items()})
+    if json:
+        print_json(table)
+
+
+def finished(place: "Place") -> dict[str, Any]:
+    """The variants that earlier runs of `ablate` have trained there: `--only` adds to them."""
+    if not place.exists("ablations.json"):
+        return {}
+    try:
+        table = json_module.loads(place.read("ablations.json"))
+    except (ValueError, RecursionError) as error:
+        raise LattqeError(
+            f"{place.uri}/ablations.json is not valid JSON ({error}): remove it and run the same "
+            "command again; finished models are kept"
+        ) from error
+    if not isinstance(table, dict) or not all(
+        isinstance(row, dict) and {"map", "nqe"} <= set(row) for row in table.values()
+    ):
+        raise LattqeError(f"{place.uri}/ablations.json is not the table of lattqe ablate: remove it")
+    return table
+
+
+def _variant(
+    to: str,
+    config: Any,
+    features: list[str],
+    pairs: list[tuple[str, str | None]],
+    neighbors: list[str],
+    cache: str | None,
+    workers: int,
+    threads: int,
+) -> dict[str, Any]:
+    """Train one variant, unless it is there already; its best validation mAP and nQE."""
+    from lattqe.store import load_model
+    from lattqe.training import make
+
+    plan = make(to, config, features, pairs, neighbors, cache)
+    if plan.claim() is None:
+        train_with_progress(plan, workers, threads)
+    metrics = load_model(to)[2]
+    row = metrics["validation"]["qe"][str(metrics["nqe"])]
+    return {"map": row["mean"], "nqe": metrics["nqe"], "sets": row, "model": to, "seconds": metrics["seconds"]}
+
+
+ablate_app = command(ablate)
+
+
+Json = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")]
+
+whiten_app = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", help=__doc__, no_args_is_help=True
+)
+
+
+@whiten_app.command(cls=PlainCommand)
+@interruptible
+@partial(logged, name="whiten learn")
+def learn(
+    features: Annotated[str, typer.Argument(help="feature set to learn from; method learned needs its labels")],
+    to: Annotated[str, typer.Option(help="where to write the whitening: folder or s3://bucket/prefix")],
+    method: Annotated[str, typer.Option(help="pca (rotate), half, full, or learned (supervised by labels)")] = "half",
+    dim: Annotated[int | None, typer.Option(help="dimensions to keep; default all that vary")] = None,
+    json: Json = False,
+) -> None:
+    """Learn a whitening from a feature set, reading it block by block.
+
+    Example: lattqe whiten learn features --method half --dim 512 --to whitening
+    """
+    from lattqe.store import FeatureSet
+    from lattqe.whitening import learn as learn_whitening
+
+    opened = FeatureSet.open(features)
+    show_table(
+        "whiten learn",
+        {"features": f"{opened.rows} × {opened.dim}", "method": method, "covariance": human_bytes(8 * opened.dim**2)},
+        plan=True,
+    )
+    whitening = learn_whitening(opened, method, dim)
+    manifest = whitening.save(to, {"features": opened.as_input()})
+    _tell({"uri": to, "digest": manifest.digest, "input_dim": whitening.input_dim, **whitening.config}, json)
+
+
+@whiten_app.command(cls=PlainCommand)
+@interruptible
+@partial(logged, name="whiten apply")
+def apply(
+    features: Annotated[str, typer.Argument(help="feature set to whiten")],
+    whitening: Annotated[str, typer.Option(help="what `lattqe whiten learn` made")],
+    to: Annotated[str, typer.Option(help="where to write the whitened features: folder or s3://bucket/prefix")],
+    dtype: Annotated[str | None, typer.Option(help="float16 or float32; default as the source")] = None,
+    json: Json = False,
+) -> None:
+    """Whiten a feature set into a new one, with ids, labels and other columns as they are; a killed run continues.
+
+    Example: lattqe whiten apply features --whitening whitening --to whitened
+    """
+    from lattqe.store import FeatureSet
+    from lattqe.store.tables import check_dtype
+    from lattqe.whitening import whiten_features
+
+    opened = FeatureSet.open(features)
+    with progress_bar("whiten", opened.rows) as bar:
+        manifest = whiten_features(
+            opened, whitening, to, check_dtype(dtype) if dtype else None, on_part=lambda rows, total: bar.advance(rows)
+        )
+    _tell({"uri": to, "rows": manifest.rows, "dim": manifest.fields["dim"], "digest": manifest.digest}, json)
+
+
+@whiten_app.command(cls=PlainCommand)
+@interruptible
+@partial(logged, name="whiten from-checkpoint")
+def from_checkpoint(
+    checkpoint: Annotated[str, typer.Argument(help="network file of the published layout that carries a whitening")],
+    to: Annotated[str, typer.Option(help="where to write the whitening: folder or s3://bucket/prefix")],
+    training_set: Annotated[str | None, typer.Option(help="which one, where the file has several")] = None,
+    single_scale: Annotated[bool, typer.Option("--single-scale", help="the one for features of one scale")] = False,
+    json: Json = False,
+) -> None:
+    """Take the whitening that some published networks carry for their features (`meta['Lw']`).
+
+    Example: lattqe whiten from-checkpoint retrievalSfM120k-resnet101-gem.pth --to whitening
+    """
+    from lattqe.extraction.resnet import published_whitening
+
+    whitening, digest = published_whitening(checkpoint, training_set, "ss" if single_scale else "ms")
+    manifest = whitening.save(to, {"checkpoint": {"uri": checkpoint, "digest": digest, "kind": "checkpoint"}})
+    _tell({"uri": to, "digest": manifest.digest, "input_dim": whitening.input_dim, **whitening.config}, json)
+
+
+def _tell(summary: dict[str, Any], json: bool) -> None:
+    """Show the summary on the screen and, if asked for, to scripts."""
+    show_table("whitening" if "input_dim" in summary else "whitened features", summary)
+    if json:
+        print_json(summary)
+
 
 if __name__ == "__main__":
     run(app)

@@ -64,7 +64,7 @@ class Whitening:
         return out
 
     def save(self, uri: str, inputs: Mapping[str, Mapping[str, str]] | None = None) -> Manifest:
-        """Store as a model thing, in float32."""
+        """Store as a model artifact, in float32."""
         tensors = {"mean": self.mean.astype(np.float32), "projection": self.projection.astype(np.float32)}
         return save_model(uri, tensors, {"kind": KIND, **self.config}, {}, inputs)
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from hop_world import begun, no_bar, published
 
-from cluster.hops import run_hops
+from cluster.augmentation import run_hops
 from cluster.session import ray_session
 from lattqe.augmentation import AugmentSummary, bands
 from lattqe.errors import LattqeError

@@ -67,4 +67,4 @@ def expected(world):
 
 
 def no_bar(rows):
-    """Nobody watches."""
+    """Reports to no one."""

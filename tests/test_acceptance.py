@@ -5,20 +5,20 @@ import json
 import numpy as np
 import torch
 
-from jobs.doctor import accept_device
-from lattqe import acceptance
-from lattqe.acceptance import accept, attack
+from cluster import doctor
+from cluster.doctor import accept, attack
+from jobs.submit import accept_device
 from lattqe.search.products import TorchProducts
 
 CPU = torch.device("cpu")
 
 
 def test_the_run_passes_on_the_cpu(monkeypatch, capsys):
-    monkeypatch.setattr(acceptance, "SECONDS", 0.0)
-    monkeypatch.setattr(acceptance, "ROWS", 300)
-    monkeypatch.setitem(acceptance.SIDE, "cpu", 64)
-    monkeypatch.setattr(acceptance, "augmentation", lambda x, device: {"passed": True})  # tested with the methods
-    monkeypatch.setattr("lattqe.acceptance.accept", lambda device: accept(device, rows=300))
+    monkeypatch.setattr(doctor, "SECONDS", 0.0)
+    monkeypatch.setattr(doctor, "ROWS", 300)
+    monkeypatch.setitem(doctor.SIDE, "cpu", 64)
+    monkeypatch.setattr(doctor, "augmentation", lambda x, device: {"passed": True})  # tested with the methods
+    monkeypatch.setattr("cluster.doctor.accept", lambda device: accept(device, rows=300))
     accept_device("cpu", json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["passed"]

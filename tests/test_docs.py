@@ -1,6 +1,5 @@
 """What the documents say can be typed: verbs, options, make targets, Ray's commands and links all exist."""
 
-import importlib
 import re
 import runpy
 import shlex
@@ -60,7 +59,7 @@ def check_options(words, known):
 
 def find_verb(name):
     assert name in {verb.name for verb in VERBS}, f"{name} is no verb"
-    return typer.main.get_command(importlib.import_module(next(v.module for v in VERBS if v.name == name)).app)
+    return typer.main.get_command(next(verb for verb in VERBS if verb.name == name).load())
 
 
 def check_lattqe(piece, words, whole):
@@ -104,8 +103,10 @@ def test_a_command_is_one_that_exists(piece, words, whole):
         assert rest[0] in targets, f"there is no make {rest[0]}"
     elif program == "ray":
         check_ray(rest)
+    elif rest[:2] == ["-m", "jobs.cli"]:
+        check_lattqe(piece, rest[2:], False)
     elif rest[0] == "-m" and rest[1].startswith("jobs.") and rest[1].islower():
-        verb = next(verb for verb in VERBS if verb.module == rest[1])
+        verb = next(verb for verb in VERBS if (verb.module, verb.app) == (rest[1], "app"))
         check_options(rest[2:], options_of(find_verb(verb.name)))
     elif rest[0].endswith(".py"):
         assert (ROOT / rest[0]).exists(), f"there is no {rest[0]}"

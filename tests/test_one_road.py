@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 import jobs.augment
 import jobs.search
-import jobs.verify
 import lattqe
+from jobs.artifacts import verify_app
 from lattqe.benchmark.cells import measure
 from lattqe.benchmark.spec import Pipeline, Setting
 from lattqe.evaluation import LabelTruth, evaluate
@@ -182,7 +182,7 @@ def test_augment_is_the_python_api_and_verify_agrees(world, case, tmp_path):
     )
     index = FeatureSet.open(str(tmp_path / "index"))
     np.testing.assert_allclose(index.read(), lattqe.augment(arrays(world)[1], method, K, **params), atol=BOUND)
-    assert "computed again" in call(jobs.verify.app, tmp_path / "index", "--recompute", ROWS)
+    assert "computed again" in call(verify_app, tmp_path / "index", "--recompute", ROWS)
 
 
 @pytest.mark.parametrize("index", [FlatIndex, SmallIndex])
@@ -247,7 +247,7 @@ def test_a_shorter_precision_is_chosen_on_the_command_line(world, tmp_path):
     assert (full.manifest.config["params"], short.manifest.config["params"]["precision"]) == ({"dba": True}, "int8")
     assert full.digest != short.digest
     assert (full.read() * short.read()).sum(axis=1).min() > 0.999
-    assert run(jobs.verify.app, tmp_path / "int8", "--recompute", 50).exit_code == 0
+    assert run(verify_app, tmp_path / "int8", "--recompute", 50).exit_code == 0
 
     refused = {"half": "needs a GPU", "float8": "unknown precision 'float8': use one of float32, int8, half"}
     for precision, told in refused.items():

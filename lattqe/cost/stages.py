@@ -9,12 +9,23 @@ from typing import Any
 
 from lattqe.cost.augment import NETWORK_SHARE, Weighing, weighing
 from lattqe.cost.graph import BASE_BYTES, graph_products, product_seconds, scoring_seconds
-from lattqe.cost.work import CLAIM_BYTES, DELETE, LOOK, MISSING, OPEN, PUT, Machines, Requests, Stored, Work
+from lattqe.cost.work import (
+    CLAIM_BYTES,
+    DELETE,
+    LOOK,
+    MISSING,
+    OPEN,
+    PART_QUERIES,
+    PUT,
+    Machines,
+    Requests,
+    Stored,
+    Work,
+)
 from lattqe.model.config import LAttQEConfig
 
 # Values that one core normalises in float64 and stores as float16 in a second: benchmarks/cost.py.
 IMPORT_VALUES_PER_SECOND = 120e6
-PART_QUERIES = 8192  # of one part of the ranks, and the most that a death can cost
 BACKWARD = 3  # times the work of going forward that an update of a network takes: forward, and back for both factors
 
 

@@ -17,6 +17,7 @@ from lattqe.store.manifest import Manifest
 from lattqe.store.tables import part_row_counts, row_bytes
 
 GB = 10**9
+PART_QUERIES = 8192  # of one part of the ranks, and the most that a death can cost
 RANGE_BYTES = 8 << 20  # of one request of a large object: `lattqe.store.s3` reads by these
 # Bytes beside the rows, of files written by this version: an Arrow part's own, a manifest's without and with a part.
 ARROW_BYTES, MANIFEST_BYTES, PART_ENTRY, RECEIPT_BYTES, CLAIM_BYTES = 900, 900, 130, 170, 700

@@ -136,7 +136,7 @@ def _array(path: Path, sides: int, kinds: str) -> NDArray[Any]:
     except (OSError, ValueError, OverflowError) as error:
         raise LattqeError(f"cannot read {path}: {error}") from error
     if array.ndim != sides or array.dtype.kind not in kinds:
-        raise LattqeError(f"{path} holds {array.dtype} values of shape {array.shape}: it is no such file of photos")
+        raise LattqeError(f"{path} holds {array.dtype} values of shape {array.shape}: this is not a file of photos")
     return array
 
 

@@ -246,7 +246,7 @@ def evaluate(
     _same_queries(len(xq), truth, "queries")
     if index.rows < truth.database_rows:
         raise LattqeError(
-            f"the ground truth speaks of {truth.database_rows} database rows and the index has {index.rows}:"
+            f"the ground truth covers {truth.database_rows} database rows and the index has {index.rows}:"
             " index the whole database (distractors go after it)"
         )
     return _evaluate_blocks(

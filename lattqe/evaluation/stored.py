@@ -131,7 +131,7 @@ def _open_input(ranks: Ranks, role: str, given: str | None) -> FeatureSet:
 def _check_gnd(gnd: RevisitedSet, database: FeatureSet, queries: FeatureSet, truth: str) -> None:
     if database.rows < gnd.database_rows or queries.rows != gnd.queries:
         raise LattqeError(
-            f"{truth} speaks of {gnd.database_rows} images and {gnd.queries} queries, but {database.uri} "
+            f"{truth} covers {gnd.database_rows} images and {gnd.queries} queries, but {database.uri} "
             f"has {database.rows} rows and {queries.uri} {queries.rows}: they do not belong together"
         )
     gnd.check_database(database.ids(0, gnd.database_rows), f"the database {database.uri}")

@@ -105,7 +105,7 @@ class GroundTruth(Protocol):
 
     @property
     def database_rows(self) -> int:
-        """Number of rows it speaks of; rows after them are distractors, negatives for everyone."""
+        """Number of rows it covers; rows after them are distractors, negatives for everyone."""
 
     @property
     def counts(self) -> NDArray[np.int64]:

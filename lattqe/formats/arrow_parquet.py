@@ -111,7 +111,7 @@ def _choose_vector(name: str, schema: pa.Schema, key: str | None) -> str:
         if len(found) == 1:
             return found[0]
     if lists:
-        raise LattqeError(f"{name} has several columns of vectors, {', '.join(lists[:8])}: choose one by --key NAME")
+        raise LattqeError(f"{name} has several columns of vectors, {', '.join(lists[:8])}: choose one with --key NAME")
     raise LattqeError(f"{name} has no column of vectors (lists of numbers); it has {', '.join(schema.names[:8])}")
 
 

@@ -71,7 +71,7 @@ def _references(path: Path, dataset: Any, data: mmap.mmap) -> Iterator[tuple[int
     else:
         pieces = []
     if dataset.file.userblock_size or sum(count for _, count in pieces) != rows:
-        raise LattqeError(f"{path}: the texts of {dataset.name} are stored in an uncommon way; give them by a file")
+        raise LattqeError(f"{path}: the texts of {dataset.name} are stored in an uncommon way; give them in a file")
     for offset, count in pieces:
         if count < 0 or offset + count * REFERENCE.size > len(data):
             raise LattqeError(f"{path} is damaged: {dataset.name} lies outside of the file")

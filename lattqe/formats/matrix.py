@@ -207,7 +207,7 @@ def choose(name: str, contents: Mapping[str, Any], key: str | None) -> str:
         if len(arrays) == 1:
             return arrays[0]  # its shape or type is refused by name later
         raise LattqeError(f"{name} holds no matrix of numbers; it holds {_listing(contents) or 'no arrays'}")
-    raise LattqeError(f"{name} holds several matrices: {_listing(contents, matrices)}: choose one by --key NAME")
+    raise LattqeError(f"{name} holds several matrices: {_listing(contents, matrices)}: choose one with --key NAME")
 
 
 def _is_matrix(value: Any) -> bool:

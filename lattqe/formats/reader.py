@@ -52,7 +52,9 @@ class Options:
         """Refuse names of columns for a file that has none."""
         for option, name in (("--ids-key", self.ids_key), ("--labels-key", self.labels_key)):
             if name is not None:
-                raise LattqeError(f"{path} {why}: leave out {option}, or give a file by {option.removesuffix('-key')}")
+                raise LattqeError(
+                    f"{path} {why}: leave out {option}, or give a file with {option.removesuffix('-key')}"
+                )
 
 
 class Reader(ABC):

@@ -306,7 +306,7 @@ def _label_kind(parts: Sequence[_File]) -> type | None:
             words: dict[type | None, str] = {None: "no labels", int: "labels as numbers", str: "labels as text"}
             raise LattqeError(
                 f"{first.reader.name} has {words[first.label_kind]}, {part.reader.name} has {words[part.label_kind]}: "
-                "give one file of labels for all by --labels"
+                "give one file of labels for all with --labels"
             )
     return first.label_kind
 

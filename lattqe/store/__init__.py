@@ -1,8 +1,16 @@
 """Stored artifacts: feature sets, neighbor graphs, ranks and models on disk or S3."""
 
-from lattqe.store.artifacts import StoredFiles, check_input_kind, load_model, open_artifact, save_model
+from lattqe.store.artifacts import (
+    Edges,
+    NeighborGraph,
+    Ranks,
+    StoredFiles,
+    check_input_kind,
+    load_model,
+    open_artifact,
+    save_model,
+)
 from lattqe.store.features import FeatureSet, comparable_labels
-from lattqe.store.lists import Edges, NeighborGraph, Ranks
 from lattqe.store.manifest import Manifest, Part, find_manifest, read_manifest
 from lattqe.store.pending import Pending
 from lattqe.store.place import ChangedError, MissingFileError, Place, UnavailableError, open_place

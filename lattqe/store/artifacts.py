@@ -1,10 +1,10 @@
-"""Any stored artifact: models, opening one without knowing its kind, and checking every invariant, part by part.
+"""Stored artifacts beside features: lists (graphs, edges, ranks) and models; opening and checking one of any kind.
 
 A model is `model.safetensors`, `config.json`, `metrics.json` and the manifest. Never a pickle.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,173 @@ from safetensors import SafetensorError
 
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.store.features import NORM_TOLERANCE, FeatureSet, IdRegister, bad_ids, norms
-from lattqe.store.lists import Edges, NeighborGraph, Ranks, impossible_lists
-from lattqe.store.manifest import Manifest, Part, checksum, parse_json, plain_json, read_manifest
+from lattqe.store.manifest import Manifest, Part, checksum, describe_kind, parse_json, plain_json, read_manifest
 from lattqe.store.parts import StoredRows, load_part
 from lattqe.store.pending import check_inputs, claim, make_plan, publish_manifest
 from lattqe.store.place import Place, open_place
-from lattqe.store.tables import column_matrix
+from lattqe.store.tables import check_columns, column_matrix, schema_of
+
+MAX_K = 1 << 24
+
+
+class NeighborGraph(StoredRows):
+    """k neighbors for each row: row numbers, -1 padding at the end, and scores, 0 where padded."""
+
+    kind = "neighbors"
+
+    def __init__(self, place: Place, manifest: Manifest, cache: str | None = None) -> None:
+        self.k = _list_length(manifest, place.uri)
+        # How many rows there are to be named: of ranks None where the manifest does not say.
+        self.database_rows = _database_rows(manifest, place.uri)
+        super().__init__(place, manifest, cache)
+
+    def read(self, start: int = 0, stop: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(I (n, k) int32, D (n, k) float32) of rows start..stop; read-only views where they lie in one part."""
+        start, stop = self.parts.span(start, stop)
+        pieces = [_lists(batch) for _, batch in self.parts.slices(start, stop)]
+        if len(pieces) == 1:
+            return pieces[0]
+        if not pieces:
+            return np.empty((0, self.k), np.int32), np.empty((0, self.k), np.float32)
+        return np.concatenate([piece[0] for piece in pieces]), np.concatenate([piece[1] for piece in pieces])
+
+    def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(I, D) of a row list (n,) in its order, repeats allowed."""
+        rows = self.parts.check_rows(rows)
+        I = np.empty((len(rows), self.k), np.int32)
+        D = np.empty((len(rows), self.k), np.float32)
+        for batch, places, within in self.parts.groups(rows):
+            neighbors, scores = _lists(batch)
+            I[places], D[places] = neighbors[within], scores[within]
+        return I, D
+
+    def blocks(self, size: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """(start, I, D) over all rows, `size` rows at a time."""
+        if size < 1:
+            raise LattqeError(f"a block needs at least one row, not {size}")
+        for start in range(0, self.rows, size):
+            yield start, *self.read(start, min(start + size, self.rows))
+
+    def _check(self, batch: pa.RecordBatch, first: int, where: str) -> None:
+        """Refuse lists that would lead out of the feature set, or back to the row itself; `verify` checks more."""
+        I, D = _lists(batch)
+        own = None if isinstance(self, Ranks) else first
+        for fault, wrong in impossible_lists(I, D, self.database_rows, own):
+            rows = np.flatnonzero(wrong)
+            if len(rows):
+                raise CorruptDataError(f"{where}: row {first + rows[0]} {fault}")
+
+    def verify(self) -> None:
+        """Check every checksum and every invariant; CorruptDataError at the first fault."""
+        verify_lists(self)
+
+
+class Edges(StoredRows):
+    """What a method made of a neighbor graph: k neighbors for each row, -1 for none, and their weights.
+
+    Weights have one column more, the first: that of the row itself. They may be negative, and are 0 where padded.
+    """
+
+    kind = "edges"
+
+    def __init__(self, place: Place, manifest: Manifest, cache: str | None = None) -> None:
+        self.k = _list_length(manifest, place.uri)
+        super().__init__(place, manifest, cache)
+
+    def read(self, start: int = 0, stop: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(weights (n, 1 + k) float32, rows (n, 1 + k) int32) of rows start..stop, column 0 the row itself."""
+        start, stop = self.parts.span(start, stop)
+        return self.gather(np.arange(start, stop))
+
+    def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(weights, rows) of a row list (n,) in its order, repeats allowed."""
+        rows = self.parts.check_rows(rows)
+        numbers = np.empty((len(rows), 1 + self.k), np.int32)
+        weights = np.empty((len(rows), 1 + self.k), np.float32)
+        numbers[:, 0] = rows
+        for batch, places, within in self.parts.groups(rows):
+            numbers[places, 1:] = column_matrix(batch.column("neighbors"))[within]
+            weights[places] = column_matrix(batch.column("weights"))[within]
+        return weights, numbers
+
+    def _check(self, batch: pa.RecordBatch, first: int, where: str) -> None:
+        """Refuse edges that lead out of the feature set or back to the row itself, and weights that are no numbers."""
+        neighbors, weights = column_matrix(batch.column("neighbors")), column_matrix(batch.column("weights"))
+        for fault, wrong in impossible_lists(neighbors, weights, self.rows, first):
+            rows = np.flatnonzero(wrong)
+            if len(rows):
+                raise CorruptDataError(f"{where}: row {first + rows[0]} {fault.replace('score', 'weight')}")
+
+    def verify(self) -> None:
+        """Check every checksum and every invariant; CorruptDataError at the first fault."""
+        verify_edges(self)
+
+
+class Ranks(NeighborGraph):
+    """What a search found: for each query its id, the best k database rows and their scores."""
+
+    kind = "ranks"
+
+    def searched(self, given: Sequence[str] = ()) -> list[FeatureSet]:
+        """The sets whose rows the lists name, in order: the database, then distractors where there were some.
+
+        They are opened where the ranks say that they were, or at the addresses `given`, and must be the same.
+        """
+        inputs = [self.manifest.inputs[name] for name in ("database", "distractors") if name in self.manifest.inputs]
+        if len(given) not in (0, len(inputs)):
+            raise LattqeError(f"{self.uri} was found in {len(inputs)} sets, {len(given)} are given: name all of them")
+        sets = []
+        for number, entry in enumerate(inputs):
+            uri = given[number] if given else entry["uri"]
+            try:
+                features = FeatureSet.open(uri)
+            except LattqeError as error:
+                hint = "" if given else " (give its address by --database)"
+                raise LattqeError(f"the rows that {self.uri} names cannot be read{hint}: {error}") from error
+            if features.digest != entry["digest"]:
+                raise LattqeError(f"{uri} is not the set that {self.uri} was found in: give that one with --database")
+            sets.append(features)
+        return sets
+
+    def ids(self, start: int = 0, stop: int | None = None) -> list[str]:
+        """Ids of the queries of rows start..stop."""
+        start, stop = self.parts.span(start, stop)
+        return [name for _, batch in self.parts.slices(start, stop) for name in batch.column("id").to_pylist()]
+
+
+def impossible_lists(
+    I: np.ndarray, D: np.ndarray, limit: int | None, own: int | None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(what is wrong, which rows (n,) bool) of lists I, D (n, k); `own` is the row number of a graph's first list."""
+    yield "names a row below -1", np.any(I < -1, axis=1)
+    if limit is not None:
+        yield f"names a row beyond the {limit} there are", np.any(limit <= I, axis=1)
+    yield "has a score that is not finite", ~np.isfinite(D).all(axis=1)
+    if own is not None:
+        yield "is its own neighbor", (np.arange(own, own + len(I))[:, None] == I).any(axis=1)
+
+
+def _lists(batch: pa.RecordBatch) -> tuple[np.ndarray, np.ndarray]:
+    return column_matrix(batch.column("neighbors")), column_matrix(batch.column("scores"))
+
+
+def _database_rows(manifest: Manifest, uri: str) -> int | None:
+    rows = manifest.fields.get("database_rows", None if manifest.kind == Ranks.kind else manifest.rows)
+    if not isinstance(rows, int | None) or isinstance(rows, bool):
+        raise CorruptDataError(f"{uri}: its manifest gives {rows!r} as the number of database rows")
+    return rows
+
+
+def _list_length(manifest: Manifest, uri: str) -> int:
+    k = manifest.fields.get("k")
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_K:
+        raise CorruptDataError(f"{uri}: {describe_kind(manifest.kind)} with k = {k!r} is invalid")
+    check_columns(manifest, schema_of(manifest.kind, {"k": k}), uri)
+    for part in manifest.parts:
+        if part.rows < 1 or part.bytes < part.rows * k * 8:
+            raise CorruptDataError(f"{uri}/{part.name}: {part.bytes} bytes cannot hold {part.rows} × {k} neighbors")
+    return k
+
 
 TENSORS, CONFIG, METRICS = "model.safetensors", "config.json", "metrics.json"
 DEFAULT_MODEL = "lattqe://universal"

@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
+from lattqe.store.artifacts import NeighborGraph, Ranks
 from lattqe.store.features import FeatureSet, bad_ids
-from lattqe.store.lists import NeighborGraph, Ranks
 from lattqe.store.manifest import seal_json, unseal_json
 from lattqe.store.parts import StoredRows
 from lattqe.store.pending import differences
@@ -49,7 +49,7 @@ def export_features(features: FeatureSet, to: str, factory: str | None = None) -
     """
     suffix = check_suffix("features", to)
     if factory is not None and suffix not in INDEXES:
-        raise LattqeError(f"a faiss factory string ({factory}) is of no use for a {suffix} file")
+        raise LattqeError(f"a faiss factory string ({factory}) does not apply to a {suffix} file")
     beside: dict[str, Writer] = {".ids.txt": lambda file: _write_lines(_ids(features), file)}
     if features.has_labels:
         beside[".labels.txt"] = lambda file: _write_lines(_labels(features), file)

@@ -61,7 +61,7 @@ class MissingFileError(LattqeError):
 
 
 class ChangedError(LattqeError):
-    """Somebody else replaced a file in the meantime."""
+    """A file was replaced in the meantime, by another process."""
 
 
 class UnavailableError(LattqeError):

@@ -46,7 +46,7 @@ def test_the_function_needs_nothing_of_ours_where_it_runs(monkeypatch):
 def test_a_job_runs_with_what_came_with_it(tmp_path):
     text, pad = seal({"LATTQE_S3_RETRY_SECONDS": "nonsense"})
     (tmp_path / PAD_FILE).write_bytes(pad)
-    command = [sys.executable, "-m", "cluster.environment", "jobs.info", "s3://bucket/x", "--log-file", "log"]
+    command = [sys.executable, "-m", "cluster.environment", "jobs.cli", "info", "s3://bucket/x", "--log-file", "log"]
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {SEALED: text, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )

@@ -7,7 +7,7 @@ import pytest
 import ray
 from hop_world import HOPS, ROWS, begun, expected, make_world, no_bar, published
 
-from cluster.hops import run_hops
+from cluster.augmentation import run_hops
 from lattqe.augmentation import AugmentSummary, bands
 from lattqe.augmentation.bands import HopWorker, StaleHopsError
 
@@ -65,7 +65,7 @@ def forgetful_worker():
 
 @pytest.mark.kill
 def test_workers_that_die_in_the_transpose_and_in_hops(tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.hops.HopWorker", dying_worker())
+    monkeypatch.setattr("cluster.augmentation.HopWorker", dying_worker())
     world = make_world(tmp_path)
     task = begun(world)
     summary = run_hops(task, no_bar, AugmentSummary(), workers=2)
@@ -74,7 +74,7 @@ def test_workers_that_die_in_the_transpose_and_in_hops(tmp_path, monkeypatch):
 
 
 def test_files_that_get_lost_on_the_way(tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.hops.HopWorker", forgetful_worker())
+    monkeypatch.setattr("cluster.augmentation.HopWorker", forgetful_worker())
     world = make_world(tmp_path)
     task = begun(world)
     run_hops(task, no_bar, AugmentSummary(), workers=2)
@@ -86,7 +86,7 @@ def test_what_never_becomes_sound_ends_in_one_line(tmp_path, monkeypatch):
         def fold(self, band):
             raise self._stale("nothing")
 
-    monkeypatch.setattr("cluster.hops.HopWorker", Broken)
+    monkeypatch.setattr("cluster.augmentation.HopWorker", Broken)
     monkeypatch.setattr(bands, "RESCANS", 1)
     with pytest.raises(StaleHopsError, match="run the same command again"):
         run_hops(begun(make_world(tmp_path)), no_bar, AugmentSummary(), workers=1)

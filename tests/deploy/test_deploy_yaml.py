@@ -152,7 +152,7 @@ def test_the_kubernetes_job_runs_an_augmentation_that_can_be_created_again():
     job = yaml.safe_load((ROOT / "cluster" / "kuberay.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     spec = job["spec"]
-    assert spec["entrypoint"].startswith("python -m jobs.augment s3://")
+    assert spec["entrypoint"].startswith("python -m jobs.cli augment s3://")
     assert spec["shutdownAfterJobFinishes"]
     assert spec["backoffLimit"] >= 1
     cluster = spec["rayClusterSpec"]
@@ -178,7 +178,7 @@ def test_the_kubernetes_job_has_arguments_the_verb_understands():
     from jobs.augment import app
 
     job = yaml.safe_load((ROOT / "cluster" / "kuberay.yaml").read_text())
-    arguments = shlex.split(job["spec"]["entrypoint"])[3:]
+    arguments = shlex.split(job["spec"]["entrypoint"])[4:]
     command = typer.main.get_command(app)
     parsed = command.make_context("augment", arguments)
     assert parsed.params["k"] == 48

@@ -83,7 +83,7 @@ def test_the_real_index_and_many_positives():
 def test_wrong_sizes_are_refused():
     truth = LabelTruth(np.arange(5), query_labels=np.arange(2))
     index = SlowIndex(np.eye(4, dtype=np.float32))
-    with pytest.raises(LattqeError, match=r"speaks of 5 database rows and the index has 4"):
+    with pytest.raises(LattqeError, match=r"covers 5 database rows and the index has 4"):
         evaluate(index, np.eye(4, dtype=np.float32)[:2], truth)
     with pytest.raises(LattqeError, match=r"got 3 queries, but the ground truth has 2"):
         evaluate(SlowIndex(np.eye(5, dtype=np.float32)), np.eye(5, dtype=np.float32)[:3], truth)

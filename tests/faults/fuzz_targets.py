@@ -133,10 +133,10 @@ class Stored:
         self.name, self.original = f"stored {original.name}", original
 
     def run(self, folder: Path, rng: random.Random) -> None:
-        thing = folder / "thing"
-        shutil.copytree(self.original, thing)
+        artifact = folder / "artifact"
+        shutil.copytree(self.original, artifact)
         store_parts._checked.clear()
-        manifest_path = thing / "manifest.json"
+        manifest_path = artifact / "manifest.json"
         forged = rng.random() < 0.6
         if rng.random() < 0.4:
             data = manifest_path.read_bytes()
@@ -145,17 +145,17 @@ class Stored:
         else:
             manifest = parse_manifest(manifest_path.read_bytes(), "original")
             part = rng.choice(manifest.parts)
-            data = (thing / part.name).read_bytes()
-            damaged = mutated(data, rng, (thing / rng.choice(manifest.parts).name).read_bytes())
-            (thing / part.name).write_bytes(damaged)
+            data = (artifact / part.name).read_bytes()
+            damaged = mutated(data, rng, (artifact / rng.choice(manifest.parts).name).read_bytes())
+            (artifact / part.name).write_bytes(damaged)
             if forged:
                 manifest_path.write_bytes(_with_part(manifest, part, damaged).to_json())
             what = "the same bytes" if damaged == data else "a part"
-        self.read(thing, may_differ=forged or what == "the same bytes")
+        self.read(artifact, may_differ=forged or what == "the same bytes")
 
-    def read(self, thing: Path, may_differ: bool) -> None:
+    def read(self, artifact: Path, may_differ: bool) -> None:
         """Read without and with verification: whatever is accepted has the right shape."""
-        opened = open_artifact(str(thing))
+        opened = open_artifact(str(artifact))
         if isinstance(opened, FeatureSet):
             check(opened.read().shape == (opened.rows, opened.dim), "features of another shape")
             check(len(opened.ids()) == opened.rows, "ids of another length")
@@ -166,13 +166,13 @@ class Stored:
             rows, scores = opened.read()
             check(rows.shape == scores.shape == (opened.rows, opened.k), "a graph of another shape")
         elif self.original.name == "network":
-            LAttQE.load(str(thing))
+            LAttQE.load(str(artifact))
         elif opened.manifest.kind == "model":
-            load_model(str(thing))
-        verify_artifact(str(thing))
+            load_model(str(artifact))
+        verify_artifact(str(artifact))
         if not may_differ:
             original = open_artifact(str(self.original)).manifest
-            check(opened.manifest == original, "a damaged thing was verified")
+            check(opened.manifest == original, "a damaged artifact was verified")
         if isinstance(opened, FeatureSet):
             lengths = np.linalg.norm(opened.read().astype(np.float64), axis=1)
             check(bool((np.abs(lengths - 1) < 5e-3).all()), "verified vectors are not normalised")
@@ -335,7 +335,7 @@ def _with_part(manifest: Manifest, part: Part, data: bytes) -> Manifest:
 
 
 def _forged_json(data: bytes, rng: random.Random) -> bytes:
-    """Change a manifest and make its digest and checksum fit, as somebody hostile would."""
+    """Change a manifest and make its digest and checksum fit, as an attacker would."""
     import xxhash
 
     body = json.loads(data)

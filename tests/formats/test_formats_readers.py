@@ -245,7 +245,7 @@ def test_texts_of_hdf5_of_one_length_or_compressed(tmp_path):
     with h5py.File(tmp_path / "y.h5", "w") as file:
         file["vectors"] = X
         file.create_dataset("ids", data=IDS, compression="gzip")
-    with pytest.raises(LattqeError, match="uncommon way; give them by a file"):
+    with pytest.raises(LattqeError, match="uncommon way; give them in a file"):
         open_source(tmp_path / "y.h5")
 
 

@@ -7,7 +7,7 @@ import pytest
 from training_sets import TINY, write_sets
 from typer.testing import CliRunner
 
-from jobs.ablate import app, finished
+from jobs.train import ablate_app, finished
 from lattqe.errors import LattqeError
 from lattqe.store import open_place
 
@@ -33,7 +33,7 @@ def arguments(folder: Path, *more: str) -> list[str]:
 
 
 def test_queries_must_be_as_many_as_databases(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, arguments(tmp_path, "--val", str(tmp_path / "sets" / "database")))
+    done = CliRunner().invoke(ablate_app, arguments(tmp_path, "--val", str(tmp_path / "sets" / "database")))
     assert isinstance(done.exception, LattqeError)
     assert str(done.exception) == "1 --queries for 2 --val: give one for each, or none"
 
@@ -41,7 +41,7 @@ def test_queries_must_be_as_many_as_databases(tmp_path: Path) -> None:
 @pytest.mark.ray
 def test_one_more_variant_keeps_the_others(tmp_path: Path) -> None:
     for variant in ("no-position", "no-attention"):
-        done = CliRunner().invoke(app, arguments(tmp_path, "--only", variant))
+        done = CliRunner().invoke(ablate_app, arguments(tmp_path, "--only", variant))
         assert done.exit_code == 0, done.output + repr(done.exception)
     assert list(json.loads((tmp_path / "to" / "ablations.json").read_text())) == ["no-position", "no-attention"]
 

@@ -8,14 +8,11 @@ import pytest
 import jobs.append
 import jobs.augment
 import jobs.benchmark
-import jobs.duplicates
-import jobs.evaluate
-import jobs.export
-import jobs.info
 import jobs.neighbors
 import jobs.search
-import jobs.verify
+from jobs.artifacts import export_app, info_app, verify_app
 from jobs.console import guarded
+from jobs.ranks import evaluate_app
 from lattqe.search import approximate, knn_graph, stored
 from lattqe.search.approximate import approximate_graph, shares_found
 from lattqe.search.stored import ClusterWorker, GraphTask, begin_graph, build_approximate
@@ -49,10 +46,10 @@ def small(monkeypatch):
 def run(capsys):
     """Call a job in this process as the command line would: (exit code, stdout, stderr on one line)."""
 
-    def call(module, *arguments):
+    def call(app, *arguments):
         code = 0
         try:
-            guarded(module.app, args=[str(argument) for argument in arguments])
+            guarded(app, args=[str(argument) for argument in arguments])
         except SystemExit as stop:
             code = stop.code or 0
         captured = capsys.readouterr()
@@ -65,7 +62,7 @@ def test_from_the_graph_to_the_report(small, run, features, tmp_path):
     """The manifest says what was measured, and every job that uses the graph, or what was made of it, says so too."""
     rows, graph, index = features / "rows", tmp_path / "graph", tmp_path / "index"
     words = [rows, "-k", K, "--to", graph, "--approximate", "--recall", 0.9, "--json"]
-    code, out, err = run(jobs.neighbors, *words)
+    code, out, err = run(jobs.neighbors.app, *words)
     assert code == 0, err
     facts, config = json.loads(out), NeighborGraph.open(str(graph)).manifest.config
     assert facts["exact"] is config["exact"] is False
@@ -83,28 +80,28 @@ def test_from_the_graph_to_the_report(small, run, features, tmp_path):
     assert config["measured"]["low"] <= true <= config["measured"]["high"]
     assert not (graph / "_work").exists()
 
-    code, out, err = run(jobs.neighbors, *words)
+    code, out, err = run(jobs.neighbors.app, *words)
     assert code == 0
     assert "already up to date" in err
     assert json.loads(out)["promise"] == facts["promise"]
-    code, _, err = run(jobs.neighbors, rows, "-k", K, "--to", graph)
+    code, _, err = run(jobs.neighbors.app, rows, "-k", K, "--to", graph)
     assert (code, "config.exact" in err) == (2, True), "an exact graph is another artifact"
 
     told = f"an approximate graph: {facts['recall']}"
     ranks = tmp_path / "ranks"
     for job, *arguments in [
-        (jobs.augment, rows, "--method", "aqewd", "-k", 5, "--neighbors", graph, "--to", index),
-        (jobs.append, index, features / "more", "--to", tmp_path / "grown"),
-        (jobs.search, index, features / "queries", "-k", 9, "--to", ranks),
-        (jobs.evaluate, ranks),
-        (jobs.duplicates, rows, "--graph", graph),
-        (jobs.export, graph, "--to", tmp_path / "graph.npz"),
-        *((jobs.info, one) for one in (graph, index, ranks, tmp_path / "grown" / "neighbors")),
+        (jobs.augment.app, rows, "--method", "aqewd", "-k", 5, "--neighbors", graph, "--to", index),
+        (jobs.append.app, index, features / "more", "--to", tmp_path / "grown"),
+        (jobs.search.app, index, features / "queries", "-k", 9, "--to", ranks),
+        (evaluate_app, ranks),
+        (jobs.search.duplicates_app, rows, "--graph", graph),
+        (export_app, graph, "--to", tmp_path / "graph.npz"),
+        *((info_app, one) for one in (graph, index, ranks, tmp_path / "grown" / "neighbors")),
     ]:
         code, _, err = run(job, *arguments)
-        assert (code, told in err) == (0, True), (job.__name__, err)
+        assert (code, told in err) == (0, True), (arguments, err)
     for one in (graph, index, tmp_path / "grown"):
-        code, _, err = run(jobs.verify, one)
+        code, _, err = run(verify_app, one)
         assert code == 0, err
         for words in ("sound", "not exact", told):
             assert words in err
@@ -113,7 +110,7 @@ def test_from_the_graph_to_the_report(small, run, features, tmp_path):
         f'[[dataset]]\nname = "towns"\ndatabase = "{index}"\nqueries = "{features / "queries"}"\n'
         '[[method]]\nmethod = "aqe"\nnqe = 3\n'
     )
-    code, _, err = run(jobs.benchmark, spec, "--to", tmp_path / "bench")
+    code, _, err = run(jobs.benchmark.app, spec, "--to", tmp_path / "bench")
     assert code == 0, err
     assert f"warning: the rows of towns rest on {told}" in err
     assert told.replace(" ", "") in (tmp_path / "bench" / "report.html").read_text().replace(" ", "")
@@ -177,7 +174,7 @@ def test_a_missed_promise_is_told(small, run, features, tmp_path, monkeypatch):
     ],
 )
 def test_refusals_are_one_line(small, run, features, tmp_path, options, message):
-    code, _, err = run(jobs.neighbors, features / "rows", "--to", tmp_path / "graph", *options)
+    code, _, err = run(jobs.neighbors.app, features / "rows", "--to", tmp_path / "graph", *options)
     assert code == 2
     assert message in err
     assert "Traceback" not in err

@@ -8,9 +8,9 @@ import torch
 
 import lattqe
 from jobs.append import app as append
+from jobs.artifacts import verify_app as verify
 from jobs.augment import app as augment
 from jobs.console import guarded
-from jobs.verify import app as verify
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, open_place
@@ -89,6 +89,34 @@ def test_a_second_run_finds_it_done_and_another_setting_is_refused(features, gra
     capsys.readouterr()
     assert call(augment, *arguments, "--alpha", 2) == 2
     assert "alpha: 3.0 there, 2.0 here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_a_finished_index_is_up_to_date_without_a_cluster(features, tmp_path, capsys, monkeypatch, hops):
+    to = tmp_path / "index"
+    arguments = [features.uri, "--method", "alphaqe", "-k", K, "--hops", hops, "--to", to]
+    assert call(augment, *arguments) == 0
+    files = {path: path.read_bytes() for path in to.rglob("*") if path.is_file()}
+    assert "already up to date" not in capsys.readouterr().err
+    monkeypatch.setattr("jobs.augment.on_ray", None)  # a call would fail
+    assert call(augment, *arguments, "--workers", 2) == 0
+    assert f"{to} is already up to date" in capsys.readouterr().err.replace("\n", "")
+    assert {path: path.read_bytes() for path in to.rglob("*") if path.is_file()} == files, "nothing new, nothing left"
+
+
+def test_more_neighbors_than_rows_are_noted(data, tmp_path, capsys):
+    few = write(tmp_path / "few", data[:20])
+    assert call(augment, few.uri, "--method", "alphaqe", "-k", 30, "--to", tmp_path / "index") == 0
+    assert "note: 20 rows have 19 neighbors each: all of them are weighed, not 30" in capsys.readouterr().err
+
+
+def test_a_model_of_another_width_is_refused_before_anything_is_computed(model, tmp_path, capsys):
+    with FeatureWriter(str(tmp_path / "narrow"), 10) as writer:
+        writer.append(np.eye(10, dtype=np.float32), [f"n{i}" for i in range(10)])
+    assert call(augment, tmp_path / "narrow", "--model", model, "-k", 3, "--to", tmp_path / "index") == 2
+    shown = capsys.readouterr().err
+    assert f"the model {model} does not fit the features in {tmp_path / 'narrow'}: vectors of 10 columns" in shown
+    assert not (tmp_path / "index").exists()
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import jobs.evaluate
 import jobs.search
+from jobs.ranks import evaluate_app
 from lattqe.datasets.revisited import from_gnd, load_gnd, save_gnd
 from lattqe.errors import LattqeError
 from lattqe.evaluation import LabelTruth, evaluate
@@ -52,7 +52,7 @@ def counted(world, truth, queries="queries"):
 
 
 def test_labels(world, tmp_path):
-    told = json.loads(invoke(jobs.evaluate.app, world / "ranks", "--at", "1,4", "--json", "--csv", tmp_path / "q.csv"))
+    told = json.loads(invoke(evaluate_app, world / "ranks", "--at", "1,4", "--json", "--csv", tmp_path / "q.csv"))
     labels = {name: FeatureSet.open(str(world / name)).labels() for name in ("database", "queries")}
     expected = counted(world, LabelTruth(labels["database"], query_labels=labels["queries"]))["label"]
     assert told["label"] == expected.summary()
@@ -64,7 +64,7 @@ def test_labels(world, tmp_path):
 
 
 def test_queries_of_the_database_are_no_answers_to_themselves(world):
-    told = json.loads(invoke(jobs.evaluate.app, world / "itself", "--at", "1,4", "--json"))
+    told = json.loads(invoke(evaluate_app, world / "itself", "--at", "1,4", "--json"))
     labels = FeatureSet.open(str(world / "database")).labels()
     expected = counted(world, LabelTruth(labels, query_rows=np.arange(ROWS)), "database")
     assert told["label"] == expected["label"].summary()
@@ -72,7 +72,7 @@ def test_queries_of_the_database_are_no_answers_to_themselves(world):
 
 def test_a_graded_truth_has_three_setups(world):
     truth = world / "gnd.json"
-    told = json.loads(invoke(jobs.evaluate.app, world / "ranks", "--truth", truth, "--at", "1,4", "--json"))
+    told = json.loads(invoke(evaluate_app, world / "ranks", "--truth", truth, "--at", "1,4", "--json"))
     expected = counted(world, load_gnd(truth).truth)
     assert list(told) == ["easy", "hard", "medium"]
     assert told == {name: scores.summary() for name, scores in expected.items()}
@@ -88,7 +88,7 @@ def test_a_graded_truth_has_three_setups(world):
 )
 def test_refusals(world, words, message):
     with pytest.raises(LattqeError, match=message):
-        invoke(jobs.evaluate.app, world / "ranks", *words)
+        invoke(evaluate_app, world / "ranks", *words)
 
 
 def test_text_labels_against_numbers_are_refused(world, tmp_path):
@@ -98,4 +98,4 @@ def test_text_labels_against_numbers_are_refused(world, tmp_path):
         writer.append(queries.read(), queries.ids(), queries.labels())
     invoke(jobs.search.app, world / "database", tmp_path / "named", "-k", 9, "--to", tmp_path / "ranks")
     with pytest.raises(LattqeError, match="are text and those of"):
-        invoke(jobs.evaluate.app, tmp_path / "ranks")
+        invoke(evaluate_app, tmp_path / "ranks")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-import jobs.export
+from jobs.artifacts import export_app
 from jobs.console import guarded
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.search import knn_graph
@@ -60,7 +60,7 @@ def publish(uri, kind, table, k, inputs):
 def run(capsys, *arguments):
     code = 0
     try:
-        guarded(jobs.export.app, args=[str(argument) for argument in arguments])
+        guarded(export_app, args=[str(argument) for argument in arguments])
     except SystemExit as stop:
         code = stop.code or 0
     captured = capsys.readouterr()
@@ -219,8 +219,8 @@ def test_forged_sets_are_not_exported(tmp_path):
     [
         ("graph", ["--to", "x.npy"], "must end in one of .npz"),
         ("ranks", ["--to", "x.npy"], "must end in one of .csv, .json"),
-        ("ranks", ["--to", "x.csv", "--factory", "Flat"], "--factory is of no use for"),
-        ("features", ["--to", "x.npy", "--similarities"], "--similarities is of no use for"),
+        ("ranks", ["--to", "x.csv", "--factory", "Flat"], "--factory does not apply to"),
+        ("features", ["--to", "x.npy", "--similarities"], "--similarities does not apply to"),
         ("model", ["--to", "x.npz"], "feature sets, ranks and neighbor graphs are exported"),
     ],
 )

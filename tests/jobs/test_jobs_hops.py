@@ -8,10 +8,10 @@ import torch
 
 import lattqe
 from jobs.append import app as append
+from jobs.artifacts import info_app as info
+from jobs.artifacts import verify_app as verify
 from jobs.augment import app as augment
 from jobs.console import guarded
-from jobs.info import app as info
-from jobs.verify import app as verify
 from lattqe.augmentation import recipe
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search.stored import publish_graph

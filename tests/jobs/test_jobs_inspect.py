@@ -7,9 +7,7 @@ import faiss
 import numpy as np
 import pytest
 
-import jobs.export
-import jobs.info
-import jobs.verify
+from jobs.artifacts import export_app, info_app, verify_app
 from jobs.console import guarded
 from lattqe.store import FeatureSet, FeatureWriter, Pending, neighbors_table, open_artifact, ranks_table, save_model
 from lattqe.store.manifest import Manifest
@@ -47,10 +45,10 @@ def artifacts(tmp_path_factory):
 def run(capsys):
     """Call a job in this process as the command line would: (exit code, stdout, stderr on one line)."""
 
-    def call(module, *arguments):
+    def call(app, *arguments):
         code = 0
         try:
-            guarded(module.app, args=[str(argument) for argument in arguments])
+            guarded(app, args=[str(argument) for argument in arguments])
         except SystemExit as stop:
             code = stop.code or 0
         captured = capsys.readouterr()
@@ -79,7 +77,7 @@ def run(capsys):
     ],
 )
 def test_info_tells_what_an_artifact_is(run, artifacts, kind, shown):
-    code, out, err = run(jobs.info, artifacts / kind)
+    code, out, err = run(info_app, artifacts / kind)
     assert (code, out) == (0, "")
     for text in shown:
         assert text in err
@@ -87,14 +85,14 @@ def test_info_tells_what_an_artifact_is(run, artifacts, kind, shown):
 
 @pytest.mark.parametrize("kind", ["features", "neighbors", "ranks", "model"])
 def test_info_for_programs(run, artifacts, kind):
-    code, out, _ = run(jobs.info, artifacts / kind, "--json")
+    code, out, _ = run(info_app, artifacts / kind, "--json")
     facts = json.loads(out)
     assert (code, facts["kind"], facts["rows"]) == (0, kind, 0 if kind == "model" else 300)
     assert facts["digest"] == open_artifact(str(artifacts / kind)).manifest.digest
     assert len(facts["sample"]) == (1 if kind == "model" else 3)
 
 
-@pytest.mark.parametrize("job", [jobs.info, jobs.verify])
+@pytest.mark.parametrize("job", [info_app, verify_app])
 def test_what_cannot_be_opened(run, tmp_path, job):
     code, out, err = run(job, tmp_path / "nothing")
     assert (code, out) == (2, "")
@@ -107,7 +105,7 @@ def test_what_cannot_be_opened(run, tmp_path, job):
 
 @pytest.mark.parametrize("kind", ["features", "neighbors", "ranks", "model"])
 def test_verify_sound_artifacts(run, artifacts, kind):
-    code, out, err = run(jobs.verify, artifacts / kind)
+    code, out, err = run(verify_app, artifacts / kind)
     assert (code, out) == (0, "")
     assert err.startswith("sound: a ")
 
@@ -118,11 +116,11 @@ def test_verify_names_the_damaged_part(run, artifacts, tmp_path):
     data = bytearray(part.read_bytes())
     data[300] ^= 1
     part.write_bytes(data)
-    code, _, err = run(jobs.verify, tmp_path / "copy")
+    code, _, err = run(verify_app, tmp_path / "copy")
     assert code == 1
     assert err.startswith("wrong: ")
     assert f"{part} does not match its checksum" in err
-    code, _, err = run(jobs.export, tmp_path / "copy", "--to", tmp_path / "x.npy")
+    code, _, err = run(export_app, tmp_path / "copy", "--to", tmp_path / "x.npy")
     assert (code, f"{part} does not match its checksum" in err) == (2, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
@@ -132,23 +130,23 @@ def test_verify_a_damaged_manifest_and_a_newer_one(run, artifacts, tmp_path):
     manifest = tmp_path / "copy" / "manifest.json"
     text = manifest.read_bytes()
     manifest.write_bytes(text[:-10])
-    assert run(jobs.verify, tmp_path / "copy")[0] == 1
+    assert run(verify_app, tmp_path / "copy")[0] == 1
     newer = FeatureSet.open(str(artifacts / "features")).manifest
     manifest.write_bytes(Manifest(**{**vars(newer), "format_version": 99}).to_json())
-    code, _, err = run(jobs.verify, tmp_path / "copy")
+    code, _, err = run(verify_app, tmp_path / "copy")
     assert code == 2
     assert "format version 99" in err
 
 
 def test_export_to_matrices(run, artifacts, tmp_path):
     features = FeatureSet.open(str(artifacts / "features"))
-    assert run(jobs.export, features.uri, "--to", tmp_path / "x.npy")[0] == 0
+    assert run(export_app, features.uri, "--to", tmp_path / "x.npy")[0] == 0
     matrix = np.load(tmp_path / "x.npy")
     assert matrix.dtype == np.float16
     np.testing.assert_array_equal(matrix, features.read())
     assert (tmp_path / "x.npy.ids.txt").read_text().splitlines() == features.ids()
     np.testing.assert_array_equal(np.loadtxt(tmp_path / "x.npy.labels.txt", dtype=int), features.labels())
-    assert run(jobs.export, features.uri, "--to", tmp_path / "x.fvecs")[0] == 0
+    assert run(export_app, features.uri, "--to", tmp_path / "x.fvecs")[0] == 0
     rows = np.fromfile(tmp_path / "x.fvecs", np.int32).reshape(300, 9)
     assert (rows[:, 0] == 8).all()
     np.testing.assert_array_equal(rows[:, 1:].view(np.float32), features.read().astype(np.float32))
@@ -157,14 +155,14 @@ def test_export_to_matrices(run, artifacts, tmp_path):
 def test_export_to_faiss(run, artifacts, tmp_path):
     faiss.omp_set_num_threads(1)  # tiny work: threads would only wait for each other
     features = FeatureSet.open(str(artifacts / "features"))
-    assert run(jobs.export, features.uri, "--to", tmp_path / "flat.faiss")[0] == 0
+    assert run(export_app, features.uri, "--to", tmp_path / "flat.faiss")[0] == 0
     x = features.read().astype(np.float32)
     index = faiss.read_index(str(tmp_path / "flat.faiss"))
     assert index.metric_type == faiss.METRIC_INNER_PRODUCT
     np.testing.assert_array_equal(index.reconstruct_n(0, 300), x)
     assert index.search(x[:50], 1)[1][:, 0].tolist() == list(range(50))
     for name in ("a.index", "b.index"):
-        assert run(jobs.export, features.uri, "--to", tmp_path / name, "--factory", "IVF4,SQ8")[0] == 0
+        assert run(export_app, features.uri, "--to", tmp_path / name, "--factory", "IVF4,SQ8")[0] == 0
     assert faiss.read_index(str(tmp_path / "a.index")).ntotal == 300
     assert (tmp_path / "a.index").read_bytes() == (tmp_path / "b.index").read_bytes()
 
@@ -173,10 +171,10 @@ def test_export_to_faiss(run, artifacts, tmp_path):
 def test_export_to_s3(run, artifacts, s3_uri):
     from lattqe.store import open_place
 
-    code, _, _ = run(jobs.export, artifacts / "features", "--to", f"{s3_uri}/x.npy")
+    code, _, _ = run(export_app, artifacts / "features", "--to", f"{s3_uri}/x.npy")
     assert code == 0
     assert open_place(s3_uri).list() == ["x.npy", "x.npy.export.json", "x.npy.ids.txt", "x.npy.labels.txt"]
-    code, _, err = run(jobs.export, artifacts / "features", "--to", f"{s3_uri}/x.npy")
+    code, _, err = run(export_app, artifacts / "features", "--to", f"{s3_uri}/x.npy")
     assert (code, "already up to date" in err) == (0, True)
 
 
@@ -184,7 +182,7 @@ def test_export_to_s3(run, artifacts, s3_uri):
     ("arguments", "match"),
     [
         (["--to", "x.csv"], "must end in one of .npy"),
-        (["--to", "x.npy", "--factory", "Flat"], "of no use for a .npy file"),
+        (["--to", "x.npy", "--factory", "Flat"], "does not apply to a .npy file"),
         (["--to", "x.faiss", "--factory", "Nonsense7"], "does not know the factory string 'Nonsense7'"),
         (["--to", "x.faiss", "--factory", "IVF3000,Flat"], "cannot train 'IVF3000,Flat' on 300 rows"),
         (["--to", "taken.npy"], "taken.npy exists already"),
@@ -194,7 +192,7 @@ def test_export_to_s3(run, artifacts, s3_uri):
 def test_exports_that_cannot_be(run, artifacts, tmp_path, monkeypatch, arguments, match):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.npy").write_text("mine")
-    code, _, err = run(jobs.export, artifacts / "features", *arguments)
+    code, _, err = run(export_app, artifacts / "features", *arguments)
     assert code == 2
     assert match in err
     assert [path.name for path in tmp_path.iterdir()] == ["taken.npy"]
@@ -207,7 +205,7 @@ def test_info_of_a_graph_shows_hubs_and_similarities(run, artifacts, tmp_path):
     pending = Pending.begin(str(tmp_path / "graph"), "neighbors", {"k": 2}, [5])
     pending.publish(0, neighbors_table(I, D))
     pending.finish()
-    code, out, _ = run(jobs.info, tmp_path / "graph", "--json", "--figure", tmp_path / "graph.svg")
+    code, out, _ = run(info_app, tmp_path / "graph", "--json", "--figure", tmp_path / "graph.svg")
     assert code == 0
     found = json.loads(out)["graph"]
     degrees = [3, 3, 2, 0, 0]
@@ -219,7 +217,7 @@ def test_info_of_a_graph_shows_hubs_and_similarities(run, artifacts, tmp_path):
     assert (found["in_degree"]["largest"], found["rows_in_no_list"], found["rows_without_neighbors"]) == (3, 2, 1)
     assert (found["first_similarity"]["0%"], found["first_similarity"]["100%"]) == (0.3, 0.9)
     assert (tmp_path / "graph.svg").read_text().startswith("<svg")
-    code, _, err = run(jobs.info, tmp_path / "graph")
+    code, _, err = run(info_app, tmp_path / "graph")
     assert (code, "2 rows (40.0 %) are in no list, 1 have no neighbor" in err) == (0, True)
-    code, _, err = run(jobs.info, artifacts / "features", "--figure", tmp_path / "x.svg")
+    code, _, err = run(info_app, artifacts / "features", "--figure", tmp_path / "x.svg")
     assert (code, "--figure is for neighbor graphs" in err) == (2, True)

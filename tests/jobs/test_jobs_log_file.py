@@ -1,6 +1,5 @@
 """`--log-file` of every job: one JSON object a line, from start to end, and never a credential."""
 
-import importlib
 import json
 import logging
 import os
@@ -10,12 +9,13 @@ import pytest
 import typer.main
 
 from jobs import cli
+from jobs.artifacts import info_app
 from jobs.console import command, guarded, progress_bar, show_table
 from jobs.import_ import app as import_
+from jobs.import_ import dataset_app
 from jobs.log_file import redacted
-from jobs.whiten import app as whiten
-from lattqe.errors import LattqeError
-from lattqe.events import event
+from jobs.train import whiten_app as whiten
+from lattqe.errors import LattqeError, event
 
 
 def call(app, *arguments):
@@ -30,7 +30,7 @@ def read(path):
 
 def commands():
     for verb in cli.VERBS:
-        found = typer.main.get_command(importlib.import_module(verb.module).app)
+        found = typer.main.get_command(verb.load())
         yield from getattr(found, "commands", {verb.name: found}).values()
 
 
@@ -60,12 +60,18 @@ def test_runs_append_and_errors_are_told(tmp_path):
     log = tmp_path / "run.jsonl"
     assert call(import_, tmp_path / "none.npy", "--to", tmp_path / "f", "--log-file", log) == 2
     assert call(whiten, "learn", tmp_path / "none", "--to", tmp_path / "w", "--log-file", log) == 2
+    assert call(info_app, tmp_path / "none", "--log-file", log) == 2
+    assert call(dataset_app, "r1m", tmp_path / "none", "--to", tmp_path / "d", "--log-file", log) == 2
     lines = read(log)
     assert [(line["job"], line["event"]) for line in lines] == [
         ("import", "start"),
         ("import", "error"),
         ("whiten learn", "start"),
         ("whiten learn", "error"),
+        ("info", "start"),
+        ("info", "error"),
+        ("dataset r1m", "start"),
+        ("dataset r1m", "error"),
     ]
     assert lines[1]["level"] == "error"
     assert "none.npy" in lines[1]["message"]

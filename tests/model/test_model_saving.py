@@ -10,7 +10,7 @@ import torch
 from network_variants import ABLATIONS, ablation
 from test_model_network import EXTENDED, SMALL, lists, make
 
-from jobs.verify import check_model
+from jobs.artifacts import check_model
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
 from lattqe.model import LAttQE

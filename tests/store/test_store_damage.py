@@ -134,7 +134,7 @@ def test_unreadable_paths(copy):
 
 
 def forge(uri: Path, kind: str, fields: dict, table: pa.Table) -> str:
-    """A thing of one part with right checksums, whatever is in it."""
+    """An artifact of one part with right checksums, whatever is in it."""
     uri.mkdir()
     data = encode_part(table, table.schema)
     (uri / "part-00000.arrow").write_bytes(data)
