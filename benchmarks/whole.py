@@ -33,6 +33,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 RUN = f"""title = "The photographs with and without distractors"
 bootstrap = 1000
 nqe_sweep = [8]
+graphs = ["{BASE}/graph"]
 
 [[dataset]]
 name = "photographs"
