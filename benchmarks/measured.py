@@ -3,6 +3,7 @@
 Processor time and memory are those of all processes of a command's session, looked at four times a second: the driver,
 Ray's workers (`ray::…`), and Ray itself. Bytes and requests are what the S3 server counted. What the time was spent on
 comes from the command's own `--json` summary and `--log-file`. All of it is kept in `measured.json` after each attempt.
+A command that fails is given again, as a user would do on a machine that is too busy to start Ray.
 """
 
 import json
@@ -24,6 +25,7 @@ from killing import end_session, session_of
 from s3_server import S3Server
 
 LOOK_SECONDS = 0.25
+MOST_FAILURES, REST_SECONDS = 8, 30.0  # of one stage: on a crowded machine Ray may not come up in time
 TICKS = os.sysconf("SC_CLK_TCK")
 UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
@@ -131,13 +133,22 @@ class Runner:
                     "stage": stage.name,
                     "after_cpu_seconds": round(used + sum(attempt["cpu_seconds"].values()), 1),
                 }
-            entry["done"] = not attempt["killed"]
+            entry["done"] = not attempt["killed"] and not attempt["failed"]
             self.save()
-            print(
-                f"{stage.name}: {'killed' if attempt['killed'] else 'done'} after {attempt['seconds']:.0f} s",
-                flush=True,
-            )
+            became = "killed" if attempt["killed"] else "failed" if attempt["failed"] else "done"
+            print(f"{stage.name}: {became} after {attempt['seconds']:.0f} s", flush=True)
+            if attempt["failed"]:
+                self._continue_or_end(stage, entry)
         return entry
+
+    def _continue_or_end(self, stage: Stage, entry: dict[str, Any]) -> None:
+        """A command that failed is given again, as a user would; not for ever."""
+        if sum(each["failed"] for each in entry["attempts"]) >= MOST_FAILURES:
+            sys.exit(f"error: `lattqe {' '.join(stage.words)}` keeps failing: see {self._log_base(stage)}.screen")
+        time.sleep(REST_SECONDS)
+
+    def _log_base(self, stage: Stage) -> Path:
+        return self.folder / "logs" / stage.name.replace(" ", "-")
 
     def _next_kill(self, stage: Stage) -> dict[str, Any] | None:
         """The kill that is due in a stage: one drawn for it, or one whose stage was faster than the kill."""
@@ -150,7 +161,7 @@ class Runner:
 
     def _attempt(self, stage: Stage, limit: float | None) -> dict[str, Any]:
         """Start the command and wait; killed with all of its session where it has used `limit` CPU seconds."""
-        base = self.folder / "logs" / stage.name.replace(" ", "-")
+        base = self._log_base(stage)
         words = [str(Path(sys.executable).with_name("lattqe")), *stage.words, "--log-file", f"{base}.jsonl"]
         before, started, seen = self.server.traffic(), time.monotonic(), Seen()
         skip = Path(f"{base}.jsonl").stat().st_size if Path(f"{base}.jsonl").exists() else 0
@@ -169,8 +180,7 @@ class Runner:
                     time.sleep(LOOK_SECONDS)
             finally:
                 end_session(process)
-        if process.returncode and not killed:
-            sys.exit(f"error: `lattqe {' '.join(stage.words)}` ended with {process.returncode}: see {base}.screen")
+        failed = bool(process.returncode) and not killed
         seconds, after = time.monotonic() - started, self.server.traffic()
         with open(f"{base}.jsonl", "rb") as file:
             file.seek(skip)
@@ -179,13 +189,14 @@ class Runner:
         return {
             "command": "lattqe " + " ".join(stage.words),
             "killed": killed,
+            "failed": failed,
             "seconds": round(seconds, 2),
             "cpu_seconds": {role: round(seen.cpu(role), 2) for role in ("driver", "workers", "ray")},
             "peak_bytes": {role: seen.peak(role) for role in ("driver", "workers")},
             "planned_worker_bytes": planned_bytes(log),
             **dict(zip(("bytes_read", "bytes_written", "requests"), (b - a for a, b in zip(before, after)))),
             "phases": phases(log),
-            "summary": json.loads(text) if stage.json and not killed and text.strip() else None,
+            "summary": json.loads(text) if stage.json and not killed and not failed and text.strip() else None,
         }
 
 
@@ -224,9 +235,10 @@ def table(found: dict[str, Any]) -> str:
         summary = last["summary"] or {}
         spent = dict(summary.get("worker_seconds") or summary.get("spent") or last["phases"])
         waiting = spent.pop("waiting", None)
-        kills = sum(each["killed"] for each in attempts)
+        ends = {word: sum(each[word] for each in attempts) for word in ("killed", "failed")}
         lines.append((
-            name + f" (killed {kills}×)" * bool(kills), f"{stage['rows']:,}", f"{seconds:.0f}",
+            name + "".join(f" ({word} {count}×)" for word, count in ends.items() if count),
+            f"{stage['rows']:,}", f"{seconds:.0f}",
             f"{stage['rows'] / seconds:,.0f}", " + ".join(f"{value:.0f}" for value in cpu),
             f"{driver:.0f}" + (f", {worker:.0f}" + f" ({planned:.0f})" * bool(planned)) * bool(worker),
             ", ".join(f"{value:,.1f}" for value in moved), f"{sum(each['requests'] for each in attempts):,}",

@@ -76,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--whole", action="store_true")
     whole.add_argument("--kills", type=int, default=0, help="kill the running command so many times and continue")
     whole.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    whole.add_argument("--block-rows", type=int, default=0, help="of the graph; fewer: less memory; 0: as planned")
     data = os.environ.get("LATTQE_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")
     whole.add_argument("--data", default=data, help="folder of the photographs")
     return found

@@ -33,6 +33,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 RUN = f"""title = "The photographs with and without distractors"
 bootstrap = 1000
 nqe_sweep = [8]
+graphs = ["{BASE}/graph"]
 
 [[dataset]]
 name = "photographs"
@@ -111,6 +112,7 @@ def stages(folder: Path, options: argparse.Namespace) -> list[Stage]:
         return Stage(f"search {name}", [*words, "--to", f"{BASE}/{name}"], asked)
 
     graph = ["neighbors", f"{BASE}/features", "-k", str(depth), "--to", f"{BASE}/graph", *workers]
+    graph += ["--block-rows", str(options.block_rows)] if options.block_rows else []
     augment = ["augment", f"{BASE}/features", "--neighbors", f"{BASE}/graph", "--to", f"{BASE}/index", *workers]
     benchmark = ["benchmark", f"{folder}/run.toml", "--to", f"{BASE}/benchmark", *workers]
     verify = ["verify", f"{BASE}/index", "--recompute", str(options.check)]
@@ -144,7 +146,7 @@ def run_whole(options: argparse.Namespace, check: Any) -> None:
     compared = write_inputs(folder / "input", photos_in(options.data), options.rows)
     (folder / "run.toml").write_text(RUN)
     settings = {"rows": options.rows, "workers": options.workers, "kills": options.kills, "seed": options.seed}
-    settings["check"] = options.check
+    settings |= {"check": options.check} | ({"block_rows": options.block_rows} if options.block_rows else {})
     with Runner(folder, settings, drawn_kills(options.kills, options.seed)) as runner:
         for stage in stages(folder, options):
             runner.run(stage)

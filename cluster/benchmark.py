@@ -19,7 +19,7 @@ from cluster import augmentation as on_ray
 from cluster.graph import build_graph, prepare_graph
 from cluster.shards import ShardedIndex
 from lattqe.augmentation import Augmentation, begin_index, build_index
-from lattqe.benchmark.cells import Cell, Inputs, Measured, measure, method_of
+from lattqe.benchmark.cells import Cell, Inputs, Measured, finished_graphs, measure, method_of
 from lattqe.benchmark.choosing import missing_cells
 from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting, graph_method
 from lattqe.errors import LattqeError
@@ -63,7 +63,8 @@ class Bench:
         }
         self.models = {uri: read_manifest(open_place(uri), "model").digest for uri in sorted(models)}
         self._check_plan()
-        self.indexes = Indexes(self.folder, self.models, workers, shards)
+        known = finished_graphs(run.graphs, self.inputs, self.distractors, self._graph_k())
+        self.indexes = Indexes(self.folder, self.models, workers, shards, known)
         self._known: dict[str, Measured] = {}
 
     def _check_plan(self) -> None:
@@ -187,10 +188,20 @@ class Bench:
 
 
 class Indexes:
-    """Opens the index of some rows for as long as its cells are being measured."""
+    """Opens the index of some rows for as long as its cells are being measured.
 
-    def __init__(self, folder: str, models: dict[str, str], workers: int | None, shards: int | None) -> None:
-        self.folder, self.models, self.workers, self.shards = folder, models, workers, shards
+    known: addresses of finished graphs by the digests of the sets whose rows they are of, one after the other.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        models: dict[str, str],
+        workers: int | None,
+        shards: int | None,
+        known: dict[tuple[str, ...], str],
+    ) -> None:
+        self.folder, self.models, self.workers, self.shards, self.known = folder, models, workers, shards, known
         self.tell: Callable[[str], None] = lambda note: None
         self.costs = open_place(f"{folder}/costs")
 
@@ -257,15 +268,22 @@ class Indexes:
     def _graph(
         self, database: FeatureSet, distractors: FeatureSet | None, features: FeatureSet, k: int
     ) -> NeighborGraph:
-        """The graph of all rows; on Ray that of the distractors is computed once and the database merged into it."""
+        """The graph of all rows: one that is there, or computed. On Ray that of the distractors is computed once, or
+        there, and the database merged into it.
+        """
+        there = self.known.get(tuple(each.digest for each in (database, distractors) if each is not None))
+        if there is not None:
+            return NeighborGraph.open(there)
         to = f"{self.folder}/graphs/{features.digest[:16]}-{k}"
         self.tell(f"graph of {features.rows:,} rows")
         if self._here(features.rows):
             return publish_graph(features, k, to)
         if distractors is None or distractors.rows <= k:
             return self._graph_on_ray(GraphTask(features.uri, to, k))
-        known = f"{self.folder}/graphs/{distractors.digest[:16]}-{k}"
-        self._graph_on_ray(GraphTask(distractors.uri, known, k))
+        known = self.known.get((distractors.digest,))
+        if known is None:
+            known = f"{self.folder}/graphs/{distractors.digest[:16]}-{k}"
+            self._graph_on_ray(GraphTask(distractors.uri, known, k))
         return self._graph_on_ray(GraphTask(database.uri, to, k, distractors.uri, known))
 
     def _graph_on_ray(self, task: GraphTask) -> NeighborGraph:

@@ -1,19 +1,24 @@
 """Let rows join or leave an augmented index; only rows whose neighborhoods changed are augmented again."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jobs.augment import augment, augment_here, check_reach, report
-from jobs.console import Address, Cache, Json, Workers, command, note_approximate, on_ray, run, show_table
+from jobs.console import Address, Cache, Json, Workers, command, note_approximate, on_ray, progress_bar, run, show_table
 from jobs.plan import Assume, Plan, setting, tell
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
-    from lattqe.augmentation import Recipe
+    from collections import Counter
+
+    from lattqe.augmentation import GrowthCost, Recipe
+    from lattqe.augmentation.growth import Growth
     from lattqe.cost import Work
     from lattqe.cost.plans import Setting
+    from lattqe.store import Pending
 
 
 def main(
@@ -63,26 +68,41 @@ def main(
             json,
         )
         return
-    process = resident_bytes()  # before this process, unlike the workers, holds the graph
+    process = resident_bytes()
     kept = kept_rows(recipe.features, leaving)
     joined = join_features(recipe.features, kept, newcomers, f"{to.rstrip('/')}/{ORIGINALS}")
-    task, _, cost = plan_growth(old_index, recipe, joined, kept, to, cache)
+    if reach == "auto" and runs_here(joined.rows, workers, address):
+        task, _, cost = plan_growth(old_index, recipe, joined, kept, to, cache)
+        show_growth(cost)
+        made = augment_here(task)
+    else:
+        with on_ray(address):
+            task, _, cost = plan_growth(old_index, recipe, joined, kept, to, cache, partial(grow_on_ray, workers))
+            show_growth(cost)
+            made = augment(task, workers, reach, process)
+    report("grown index", made, json, cost.facts())
+
+
+def grow_on_ray(workers: int | None, growth: "Growth", pending: "Pending") -> "Counter[str]":
+    """Update the graph by Ray workers, with a bar."""
+    from cluster.growth import grow_graph
+
+    with progress_bar("graph", sum(pending.part_rows)) as bar:
+        return grow_graph(growth, pending, workers=workers, on_rows=bar.advance)
+
+
+def show_growth(cost: "GrowthCost") -> None:
+    """Say what became of the graph, and what is left."""
     share = cost.products / max(cost.products_from_scratch, 1)
     show_table(
         "growth",
         {
-            "rows that stay": f"{len(kept):,}",
+            "rows that stay": f"{cost.rows - cost.joined:,}",
             "rows that join": f"{cost.joined:,}",
             "rows touched": f"{cost.touched:,} of {cost.rows:,} ({cost.touched / cost.rows:.1%})",
             "products": f"{cost.products:,}, {share:.1%} of {cost.products_from_scratch:,} from scratch",
         },
     )
-    if reach == "auto" and runs_here(joined.rows, workers, address):
-        made = augment_here(task)
-    else:
-        with on_ray(address):
-            made = augment(task, workers, reach, process)
-    report("grown index", made, json, cost.facts())
 
 
 def planned(recipe: "Recipe", joined: int, removed: int, where: "Setting") -> "Work":

@@ -156,7 +156,8 @@ def planned(chosen: "Run", to: str, workers: int | None, shards: int | None, whe
         joined = plans.Rows.sized(rows, asked.dim, asked.dtype)
         weighs = weighing_of(method_of(dba, dba=True), dba.k, asked.dim, rows)
         found = plans.augment(joined, weighs, dict(dba.params).get("hops", 1), here)
-        made += found if (dataset, distractors) not in known else found[1:]  # all methods share one graph
+        there = tuple(each.digest for each in sets) in bench.indexes.known or (dataset, distractors) in known
+        made += found[1:] if there else found  # all methods share one graph
         known.add((dataset, distractors))
     names = list(dict.fromkeys(work.stage for work in made))
     works = [summed(name, [work for work in made if work.stage == name]) for name in names]

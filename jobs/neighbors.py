@@ -112,15 +112,18 @@ def main(
         into and open_place(into).uri,
         cache,
         engine=engine.value,
-        recall=wanted_recall(recall, approximate, against, block_rows, schedule, engine, plan),
+        recall=wanted_recall(recall, approximate, against, block_rows, schedule, engine),
     )
     facts: dict[str, Any]
     check_sets(task)
     sets = open_sets(task)
     rows = sum(each.rows for each in sets)
     task = exact_where_better(task, rows)
-    if (where := setting(plan, assume, rows, workers, address, cache, block_rows)) is not None:
+    compared = 0 if task.recall is not None else rows  # an approximate graph is made here whatever the rows
+    if (where := setting(plan, assume, compared, workers, address, cache, block_rows)) is not None:
         where = replace(where, schedule=schedule.value, here=where.here and schedule is Schedule.auto)
+        if task.recall is not None:  # and on no GPU
+            where = replace(where, machines=replace(where.machines, gpus=0))
         tell([planned(task, where)], where, not sets[0].place.is_local, json)
         return
     if k >= rows:
@@ -149,6 +152,8 @@ def planned(task: "GraphTask", where: "Setting") -> "Work":
     from lattqe.search.stored import measure_products, open_sets
 
     sets = open_sets(task)
+    if task.recall is not None:
+        return plans.neighbors([plans.Rows.of(sets[0])], task.k, where, approximate=True)
     if where.here and sets[0].place.is_local:
         where = replace(where, products_per_second=measure_products(task)[1])
     return plans.neighbors([plans.Rows.of(each) for each in sets], task.k, where)
@@ -161,7 +166,6 @@ def wanted_recall(
     block_rows: int | None,
     schedule: Schedule,
     engine: Engine,
-    plan: bool,
 ) -> float | None:
     """The recall of an approximate graph, or None; options that do not go together are refused."""
     from lattqe.search.approximate import check_recall
@@ -170,8 +174,7 @@ def wanted_recall(
         if recall is not None:
             raise LattqeError("--recall belongs to --approximate: an exact graph finds all neighbors")
         return None
-    # What an approximate graph takes depends on how the rows lie, and shows only when their clusters are found.
-    given = {"--against": against, "--block-rows": block_rows, "--plan": plan or None}
+    given = {"--against": against, "--block-rows": block_rows}
     given |= {"--engine faiss": engine is Engine.faiss or None, "--schedule": schedule is not Schedule.auto or None}
     for option, value in given.items():
         if value is not None:

@@ -119,6 +119,8 @@ def test_a_growth_is_about_as_planned(tmp_path, capsys):
     run(capsys, jobs.neighbors, f"{tmp_path}/features", "-k", K, "--to", f"{tmp_path}/graph")
     run(capsys, make[0], *make[1])
     arguments = (f"{tmp_path}/index", new.uri, "--to", f"{tmp_path}/grown")
+    (stage,) = run(capsys, jobs.append, *arguments, "--plan", "--assume", "nodes=2")[0]["stages"]
+    assert stage["products"] == 60 * 3000 + 60 * 3060, "on workers newcomers and old rows meet for each side"
     (stage,) = run(capsys, jobs.append, *arguments, "--plan")[0]["stages"]
     done, counted = run(capsys, jobs.append, *arguments)
     assert stage["products"] == pytest.approx(done["products"], rel=0.05)

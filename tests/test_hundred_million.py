@@ -36,12 +36,14 @@ def watch():
 
 threading.Thread(target=watch, daemon=True).start()
 from cluster.graph import Progress
+from cluster.growth import SLAB_ROWS, _Driver
 from lattqe.augmentation import Augmentation, begin_index
+from lattqe.augmentation.growth import Growth
 from lattqe.augmentation.index import items_to_do
 from lattqe.cost.rows import graph_on_ray
 from lattqe.cost.work import Machines, Stored
 from lattqe.search.stored import GraphTask, begin_graph, check_sets, measure_products
-from lattqe.store import FeatureSet, NeighborGraph
+from lattqe.store import FeatureSet, NeighborGraph, Pending, part_row_counts, row_bytes
 from lattqe.store.writer import kept_rows
 
 features, graph, to = sys.argv[1:]
@@ -64,7 +66,19 @@ for rate in (1e10, 1e12):
 
 index = begin_index(Augmentation(features, graph, f"{to}/index", "aqe", 2, {}))
 found["items"] = len(items_to_do(index, 4096)[0])
-found["kept"] = len(kept_rows(stored, ["row 7", "row 49999"]))
+kept = kept_rows(stored, ["row 7", "row 49999"])
+found["kept"] = len(kept)
+
+growth = Growth(features, graph, f"{to}/grown", kept, 2, None)
+pending = Pending.begin(growth.to, "neighbors", {"k": 2}, part_row_counts(len(kept), row_bytes("neighbors", {"k": 2})))
+driver = _Driver(growth, pending, lambda rows: None, SLAB_ROWS)
+items, kinds = driver.begin(), [0, 0, 0]
+while items:
+    item = items.pop()
+    kinds[item[0]] += 1
+    stale = 4_000_000 * item[1] + np.arange(0, 1_000_000, 10) if item[0] == 0 else None
+    items += driver.done(item, {"counts": {}, "stale": stale})
+found["grown"] = kinds
 done.set()
 print(json.dumps(found | {"peak": max(peak, anonymous())}))
 """
@@ -103,4 +117,7 @@ def test_a_driver_of_a_hundred_million_rows_stays_below_two_gigabytes(tmp_path):
     assert found["items"] > 20_000
     assert found["by pairs"] == found["by rows"] == [64, True], "every worker has something to begin with"
     assert found["kept"] == ROWS - 2
+    finding, searching, publishing = found["grown"]
+    assert finding == publishing > 20
+    assert searching > 96, "2.4 million rows that are searched, by groups, in 96 slabs"
     assert found["peak"] < LIMIT

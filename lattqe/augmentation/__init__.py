@@ -1,6 +1,6 @@
 """Augmented indexes: building one, what made it, whether it is what that makes, and what changes when it grows."""
 
-from lattqe.augmentation.growth import GrowthCost, renumbered, reusable_rows
+from lattqe.augmentation.growth import GrowthCost
 from lattqe.augmentation.index import AugmentWorker, begin_index, build_index, piece_name
 from lattqe.augmentation.recipe import (
     GRAPH,
@@ -11,7 +11,6 @@ from lattqe.augmentation.recipe import (
     describe,
     is_augmented,
     recompute,
-    write_reusable,
 )
 
 __all__ = [
@@ -28,7 +27,4 @@ __all__ = [
     "is_augmented",
     "piece_name",
     "recompute",
-    "renumbered",
-    "reusable_rows",
-    "write_reusable",
 ]

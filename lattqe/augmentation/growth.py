@@ -1,20 +1,32 @@
-"""Which rows of an index stay as they are when its database grows or shrinks, and what the others cost."""
+"""Which rows of an index stay as they are when its database grows or shrinks, and what the others cost.
+
+The graph is updated in this process, or on Ray (`cluster.growth`), with the same bytes. Either way it is said beside
+each of its parts which rows of the old index can be taken over.
+"""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lattqe.augmentation.recipe import GRAPH, Augmentation, Recipe, write_reusable
+from lattqe.augmentation.recipe import GRAPH, Augmentation, Recipe, read_reusable, write_reusable
 from lattqe.expansion import create
 from lattqe.search.pairing import Clock
 from lattqe.search.update import update_graph
-from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table, part_row_counts, row_bytes
+from lattqe.store import (
+    FeatureSet,
+    MissingFileError,
+    NeighborGraph,
+    Pending,
+    find_manifest,
+    neighbors_table,
+    part_row_counts,
+    row_bytes,
+)
+from lattqe.store.features import Kept
 from lattqe.store.place import open_place
-
-BLOCK = 65536
-LEFT = -2  # in renumbered lists: a neighbor that is no longer there
 
 
 @dataclass(frozen=True)
@@ -56,34 +68,43 @@ class GrowthCost:
         }
 
 
-def renumbered(I: np.ndarray, kept: np.ndarray, old_rows: int) -> np.ndarray:
-    """Lists I (n, k) of old row numbers in the new numbering: `LEFT` for rows that went, -1 stays."""
-    number = np.full(old_rows, LEFT, dtype=np.int32)
-    number[kept] = np.arange(len(kept), dtype=np.int32)
-    return np.where(I < 0, -1, number[np.maximum(I, 0)]).astype(np.int32)
+@dataclass(frozen=True)
+class Growth:
+    """A graph that follows its rows: all that decides the new one. It goes to every worker, but for `kept`."""
+
+    features: str  # the rows of now: those that stayed, then those that joined
+    before: str  # the graph of the rows of before
+    to: str  # where a Pending has been begun
+    kept: Kept
+    depth: int  # neighbors that decide the vector of a row
+    index: str | None  # where it is said which rows can be taken over; None: nowhere, none can
+    cache: str | None = None  # node-local folder that keeps remote rows
 
 
-def reusable_rows(old: NeighborGraph, new: NeighborGraph, kept: np.ndarray, k: int) -> np.ndarray:
-    """For each row of the new graph the old row whose vector is the same, or -1: (new.rows,) int64.
+def reusable_rows(before: np.ndarray, after: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """For each row of a part of the new graph the old row whose vector is the same, or -1: (n,) int64.
 
-    A row's vector depends on itself and on its first k neighbors (the method's depth), all of them original vectors
-    that never change; so it stays where the list of those is the same rows in the same order.
+    before (m, k), after (n, k): the first k neighbors (the method's depth) of its rows then, in the new numbering, and
+    now; the m first were there before, under the numbers old (m,). A row's vector depends on itself and on these
+    neighbors, all of them original vectors that never change; so it stays where they are the same in the same order.
     """
-    reusable = np.full(new.rows, -1, dtype=np.int64)
-    for start in range(0, len(kept), BLOCK):
-        rows = kept[start : start + BLOCK]
-        before = renumbered(old.gather(rows)[0][:, :k], kept, old.rows)
-        after = new.read(start, start + len(rows))[0][:, :k]
-        same = (before == after).all(axis=1)
-        reusable[start : start + len(rows)] = np.where(same, rows, -1)
-    return reusable
+    same = (before == after[: len(before)]).all(axis=1)
+    return np.concatenate([np.where(same, old, -1), np.full(len(after) - len(before), -1)]).astype(np.int64)
 
 
 def plan_growth(
-    old_index: FeatureSet, recipe: Recipe, joined: FeatureSet, kept: np.ndarray, to: str, cache: str | None = None
+    old_index: FeatureSet,
+    recipe: Recipe,
+    joined: FeatureSet,
+    kept: Kept,
+    to: str,
+    cache: str | None = None,
+    grow: Callable[[Growth, Pending], Counter[str]] | None = None,
 ) -> tuple[Augmentation, NeighborGraph, GrowthCost]:
-    """Update the graph and find the rows that can be taken over: what is left to do, and what it cost so far."""
-    graph, counts = grown_graph(recipe, joined, kept, to.rstrip("/"))
+    """Update the graph and find the rows that can be taken over: what is left to do, and what it cost so far.
+
+    `grow` publishes the missing parts of the graph; by default `grow_here` does.
+    """
     method = create(recipe.method, **recipe.params)
     # Negatives are the lowest of all rows, which any newcomer may be: nothing can be taken over.
     reuse = not method.negatives
@@ -91,7 +112,7 @@ def plan_growth(
     old = old_index.uri if recipe.edges is None else recipe.edges.uri
     task = Augmentation(
         joined.uri,
-        graph.uri,
+        f"{to.rstrip('/')}/{GRAPH}",
         to,
         recipe.method,
         recipe.k,
@@ -101,41 +122,64 @@ def plan_growth(
         hops=recipe.hops,
         hop_alpha=recipe.hop_alpha,
     )
-    touched = joined.rows
-    if reuse:
-        depth = method.depth(recipe.k)
-        reusable = reusable_rows(recipe.graph, graph, kept, depth)
-        write_reusable(open_place(task.stages()[0].to), reusable)
-        touched = int((reusable < 0).sum())
-    cost = GrowthCost.of(joined.rows, joined.rows - len(kept), counts["searched"], touched, counts)
-    return task, graph, cost
+    index = task.stages()[0].to if reuse else None
+    growth = Growth(joined.uri, recipe.graph.uri, task.graph, kept, method.depth(recipe.k), index, cache)
+    pending = _begin(recipe, joined, task.graph)
+    counts = (grow or grow_here)(growth, pending) if pending.finished is None else Counter[str]()
+    pending.finish()
+    graph = NeighborGraph.open(task.graph)
+    touched = joined.rows if index is None else _touched(growth, recipe.graph, graph)
+    return task, graph, GrowthCost.of(joined.rows, joined.rows - len(kept), counts["searched"], touched, counts)
 
 
-def grown_graph(recipe: Recipe, joined: FeatureSet, kept: np.ndarray, base: str) -> tuple[NeighborGraph, Counter[str]]:
-    """The exact graph of the joined rows, updated from the old one and published in the new index.
-
-    With it the counts of "products", pairs "scored" and old rows "searched" anew; none where an earlier run did it.
-    """
+def _begin(recipe: Recipe, joined: FeatureSet, to: str) -> Pending:
     fields = {"k": recipe.graph.k}
-    part_rows = part_row_counts(joined.rows, row_bytes("neighbors", fields))
-    pending = Pending.begin(
-        f"{base}/{GRAPH}",
+    return Pending.begin(
+        to,
         "neighbors",
         fields,
-        part_rows,
+        part_row_counts(joined.rows, row_bytes("neighbors", fields)),
         config={"job": "append"},
         inputs={"features": joined.as_input(), "before": recipe.graph.as_input()},
     )
-    clock = Clock()
-    if pending.missing():
-        I, D = recipe.graph.gather(kept)
-        I = renumbered(I, kept, recipe.features.rows)
-        stale = np.any(I < -1, axis=1)
-        clock.count("searched", int(stale.sum()))
-        I, D = update_graph(joined.read(), I, D, stale, clock=clock)
-        stops = np.cumsum(part_rows)
-        for part in pending.missing():
-            rows = slice(int(stops[part]) - part_rows[part], int(stops[part]))
-            pending.publish(part, neighbors_table(I[rows], D[rows]))
-    pending.finish()
-    return NeighborGraph.open(pending.uri), clock.counts
+
+
+def grow_here(growth: Growth, pending: Pending) -> Counter[str]:
+    """Update the graph in this process and publish its missing parts.
+
+    The counts of "products", pairs "scored" and old rows "searched" anew; none where an earlier run did it.
+    """
+    clock, kept = Clock(), growth.kept
+    missing = pending.missing()
+    if not missing:
+        return clock.counts
+    I, D = NeighborGraph.open(growth.before, growth.cache).gather(kept.old())
+    known = kept.new(I)
+    stale = np.any(known == Kept.LEFT, axis=1)
+    clock.count("searched", int(stale.sum()))
+    I, D = update_graph(FeatureSet.open(growth.features, growth.cache).read(), known, D, stale, clock=clock)
+    stops = np.cumsum(pending.part_rows)
+    for part in missing:
+        start, stop = int(stops[part]) - pending.part_rows[part], int(stops[part])
+        if growth.index is not None:
+            old, first = kept.old(start, max(min(stop, len(kept)), start)), slice(None, growth.depth)
+            taken = reusable_rows(known[start:stop, first], I[start:stop, first], old)
+            write_reusable(open_place(growth.index), part, taken)
+        pending.publish(part, neighbors_table(I[start:stop], D[start:stop]))
+    return clock.counts
+
+
+def _touched(growth: Growth, before: NeighborGraph, after: NeighborGraph) -> int:
+    """How many rows cannot be taken over. What says so is written again where it is gone, as after a finished run."""
+    place, kept, touched = open_place(growth.index or ""), growth.kept, 0
+    for part, (start, stop) in enumerate(zip(after.parts.starts[:-1].tolist(), after.parts.starts[1:].tolist())):
+        try:
+            taken = read_reusable(place, part)
+        except MissingFileError:
+            old = kept.old(start, max(min(stop, len(kept)), start))
+            known = kept.new(before.gather(old)[0][:, : growth.depth])
+            taken = reusable_rows(known, after.read(start, stop)[0][:, : growth.depth], old)
+            if find_manifest(place) is None:
+                write_reusable(place, part, taken)
+        touched += int((taken < 0).sum())
+    return touched

@@ -79,7 +79,7 @@ class AugmentWorker:
         self.pending = Pending.attach(task.to)
         self.method = create(task.method, **task.params)
         self.previous: Any = self.open_previous(task.previous) if task.previous else None
-        self.reusable = read_reusable(self.pending.place) if task.previous else None
+        self.reusable: tuple[int, np.ndarray] = -1, np.empty(0, np.int64)  # of one part of the graph
         self.clock = Clock()
         # First products are shared where all rows are computed; for the few rows of a grown index they do not pay.
         self.share = task.previous is None and shares(self.method, self.features.rows)
@@ -115,9 +115,9 @@ class AugmentWorker:
 
         (Or whatever else is made of a row: see `EdgeWorker`.)
         """
-        if self.previous is None or self.reusable is None:
+        if self.previous is None:
             return self.expand_rows(np.arange(start, stop))
-        taken = self.reusable[start:stop]
+        taken = self.taken_from(start, stop)
         out = np.empty((stop - start, self.width), self.dtype)
         out[taken >= 0] = self.taken_over(start + np.flatnonzero(taken >= 0), taken[taken >= 0])
         out[taken < 0] = self.expand_rows(start + np.flatnonzero(taken < 0))
@@ -136,6 +136,17 @@ class AugmentWorker:
     def made_of(self, expanded: Expanded) -> np.ndarray:
         """What is stored of expanded rows."""
         return expanded.vectors.astype(self.dtype)
+
+    def taken_from(self, start: int, stop: int) -> np.ndarray:
+        """The rows (n,) of the previous index that rows start..stop may be taken from, -1: none."""
+        starts, found = self.graph.parts.starts, []
+        for part in range(int(np.searchsorted(starts, start, side="right")) - 1, len(starts) - 1):
+            if starts[part] >= stop:
+                break
+            if self.reusable[0] != part:
+                self.reusable = part, read_reusable(self.pending.place, part)
+            found.append(self.reusable[1][max(start - starts[part], 0) : stop - starts[part]])
+        return np.concatenate(found)
 
     def taken_over(self, rows: np.ndarray, before: np.ndarray) -> np.ndarray:
         """What is stored of rows (n,), from what they were `before` (n,) in the previous artifact."""

@@ -28,7 +28,7 @@ EDGE_TOLERANCE = 2e-4  # of a weight, beside the largest of its row: shared firs
 COARSE_TOLERANCE = 0.05  # of both, where the network was computed in half or int8: the check is made in float32
 MOST_HOPPED_AGAIN = 100_000
 ROUNDING = {"float16": 2.0**-11, "float32": 2.0**-24}
-REUSABLE = "_work/reusable.bin"
+REUSABLE = "_work/reusable/"
 # Rows a worker expands between two looks at the queue: seconds at 128-D, some minutes at 2048-D on one CPU core.
 BLOCK_ROWS = 2048
 
@@ -199,15 +199,17 @@ class Augmentation:
         return HopTask(self.features, self.edges, self.to, self.hops, self.hop_alpha, self.cache)
 
 
-def write_reusable(place: Place, reusable: np.ndarray) -> None:
-    """Say for each row (n,) which row of the previous index it may be taken from, -1: expand it."""
-    data = reusable.astype("<i8").tobytes()
-    place.write(REUSABLE, seal_bytes(data))
+def write_reusable(place: Place, part: int, reusable: np.ndarray) -> None:
+    """Say for the rows (n,) of one part of the graph which row of the previous index each may be taken from, -1:
+    expand it.
+    """
+    place.write(f"{REUSABLE}{part:05d}.bin", seal_bytes(reusable.astype("<i8").tobytes()))
 
 
-def read_reusable(place: Place) -> np.ndarray:
+def read_reusable(place: Place, part: int) -> np.ndarray:
     """What `write_reusable` wrote, (n,) int64."""
-    return np.frombuffer(unseal_bytes(place.read(REUSABLE), f"{place.uri}/{REUSABLE}"), "<i8")
+    name = f"{REUSABLE}{part:05d}.bin"
+    return np.frombuffer(unseal_bytes(place.read(name), f"{place.uri}/{name}"), "<i8")
 
 
 @dataclass

@@ -23,10 +23,11 @@ from lattqe.expansion.diffusion import GraphRows
 from lattqe.expansion.rows import Found, expand_queries, nearest
 from lattqe.formats.source import local_files
 from lattqe.search import Index
-from lattqe.store import FeatureSet
+from lattqe.store import FeatureSet, NeighborGraph
 from lattqe.store.features import comparable_labels
 from lattqe.store.manifest import canonical_json
 
+COMPARED_ROWS = 65_536  # of two sets at once
 FORMAT = 1  # of a stored cell; raised when the same key would hold other numbers
 
 
@@ -115,6 +116,69 @@ def _check_rows(name: str, gnd: RevisitedSet, database: FeatureSet, queries: Fea
         gnd.check_queries(queries.ids(), f"the queries {queries.uri}")
     except LattqeError as error:
         raise LattqeError(f"{name}: {error}") from None
+
+
+def finished_graphs(
+    uris: Sequence[str], inputs: Mapping[str, Inputs], distractors: Mapping[tuple[str, str], FeatureSet], k: int
+) -> dict[tuple[str, ...], str]:
+    """The graphs that a run names, by the digests of the sets whose rows they are of, one after the other.
+
+    A graph of no set of the run, an approximate one, and one of fewer than k neighbors are refused.
+    """
+    alone = {each.database.digest: each.database for each in inputs.values()}
+    alone |= {each.digest: each for each in distractors.values()}
+    pairs = [[inputs[dataset].database, each] for (dataset, _), each in distractors.items()]
+    found = {}
+    for uri in uris:
+        graph = NeighborGraph.open(uri)
+        if graph.manifest.approximation is not None:
+            raise LattqeError(f"graphs: {uri} is approximate: a benchmark takes exact graphs")
+        of = _rows_of_graph(graph, alone, pairs)
+        if of is None:
+            raise LattqeError(
+                f"graphs: {uri} is the graph of no data set of this run, of no distractors, and of no data set with "
+                "its distractors after it: leave it out"
+            )
+        if graph.k < min(k, graph.rows - 1):
+            raise LattqeError(
+                f"graphs: {uri} has {graph.k} neighbors for each row, this run needs {k}: leave it out, or compute a "
+                f"longer one with `lattqe neighbors -k {k}`"
+            )
+        found[of] = uri
+    return found
+
+
+def _rows_of_graph(
+    graph: NeighborGraph, alone: Mapping[str, FeatureSet], pairs: Sequence[Sequence[FeatureSet]]
+) -> tuple[str, ...] | None:
+    """The digests of the sets whose rows a graph is of: by what it was made of, or by the rows of that."""
+    inputs = graph.manifest.inputs
+    made_of = tuple(inputs[name]["digest"] for name in ("features", "against") if name in inputs)
+    if len(made_of) == 1 and made_of[0] in alone:
+        return made_of
+    for pair in pairs:
+        digests = tuple(each.digest for each in pair)
+        if made_of == digests:
+            return digests
+        # Somebody joined both sets, with labels perhaps: then the rows must be the same, and are looked at.
+        if len(made_of) == 1 and graph.rows == sum(each.rows for each in pair):
+            joined = FeatureSet.open(inputs["features"]["uri"])
+            if joined.digest == made_of[0] and _is_joined(joined, pair):
+                return digests
+    return None
+
+
+def _is_joined(joined: FeatureSet, sets: Sequence[FeatureSet]) -> bool:
+    """Whether the vectors of `joined` are those of some sets, one after the other."""
+    first = 0
+    for each in sets:
+        if (each.dim, each.dtype) != (joined.dim, joined.dtype):
+            return False
+        for start, block in each.blocks(COMPARED_ROWS):
+            if not np.array_equal(joined.read(first + start, first + start + len(block)), block):
+                return False
+        first += each.rows
+    return True
 
 
 @dataclass(frozen=True)

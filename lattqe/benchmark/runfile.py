@@ -34,7 +34,8 @@ MOST_BYTES = 1 << 20  # of a run's file: more is not written by hand
 MOST_NESTED = 8
 MANY_DOTS = re.compile(rb"""(?:[\w"'-]+[ \t]*\.[ \t]*){64}""")
 MOST_NUMBER = 10**6  # of neighbors, and of resamples: beyond it memory ends before sense does
-RUN_KEYS = {"title", "dataset", "distractors", "method", "ablation", "ablations", "nqe_sweep", "published", "bootstrap"}
+RUN_KEYS = {"title", "dataset", "distractors", "method", "ablation", "ablations"}
+RUN_KEYS |= {"nqe_sweep", "published", "bootstrap", "graphs"}
 
 
 def load_run(path: str | Path) -> Run:
@@ -75,6 +76,7 @@ def parse_run(content: Mapping[str, Any], folder: Path, where: str) -> Run:
         nqe_sweep=top.numbers("nqe_sweep", NQE_SWEEP),
         published=top.flag("published"),
         bootstrap=top.numbers("bootstrap", (10_000,))[0],
+        graphs=top.addresses("graphs"),
     )
     _check_run(run, where)
     return run
@@ -160,6 +162,13 @@ class Entry:
         """A file or folder, relative to the run's file, or an s3:// address."""
         value = self.text(key)
         return value if "://" in value or Path(value).is_absolute() else str(self.folder / value)
+
+    def addresses(self, key: str) -> tuple[str, ...]:
+        """A list of addresses; none where it is not given."""
+        values = self.content.get(key, [])
+        if not isinstance(values, list):
+            raise LattqeError(f"{self.where}: {key} must be a list of addresses, not {values!r}")
+        return tuple(Entry({key: value}, self.folder, self.where).address(key) for value in values)
 
     def model(self) -> str:
         """The address of the entry's model; without one, or by its name, that of the model that ships."""

@@ -200,6 +200,7 @@ class Run:
     graph_methods: tuple[GraphCandidate, ...] = ()
     more_sweeps: tuple[tuple[str, Setting], ...] = ()  # figure 3: further lines, labels and the parameters they keep
     regime_settings: tuple[Setting, ...] = ()  # figure 4: settings by method; else those of the table
+    graphs: tuple[str, ...] = ()  # finished graphs of its rows, which need not be computed
 
     @property
     def entries(self) -> list[Candidate | GraphCandidate]:

@@ -60,9 +60,11 @@ class Setting:
     schedule: str = "auto"  # of the graph
 
 
-def neighbors(sets: Sequence[Rows], k: int, where: Setting) -> Work:
+def neighbors(sets: Sequence[Rows], k: int, where: Setting, approximate: bool = False) -> Work:
     """The graph of one set, or of a set and its distractors, whose own graph is known."""
     first, stored = sets[0], [each.stored for each in sets]
+    if approximate:
+        return stages.approximate_graph(first.stored, first.dim, k, where.machines, itemsize=first.itemsize)
     rate = where.products_per_second
     if where.here:
         return graph_here(stored, first.dim, k, where.machines, itemsize=first.itemsize, products_per_second=rate)
@@ -160,7 +162,16 @@ def append(
     """Rows that join and leave an augmented index."""
     weighs = weighing_of(method, weighed, rows.dim, rows.stored.rows, again=True)
     return stages.growth(
-        rows.stored, graph, joined, removed, rows.dim, weighs, where.machines, k=k, itemsize=rows.itemsize
+        rows.stored,
+        graph,
+        joined,
+        removed,
+        rows.dim,
+        weighs,
+        where.machines,
+        k=k,
+        itemsize=rows.itemsize,
+        here=where.here,
     )
 
 

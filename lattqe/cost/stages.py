@@ -8,8 +8,9 @@ from math import exp
 from typing import Any
 
 from lattqe.cost.augment import NETWORK_SHARE, Weighing, weighing
-from lattqe.cost.graph import BASE_BYTES, graph_products, product_seconds, scoring_seconds
+from lattqe.cost.graph import BASE_BYTES, OPENS_HERE, bytes_per_row, graph_products, product_seconds, scoring_seconds
 from lattqe.cost.work import (
+    ATTACH,
     CLAIM_BYTES,
     DELETE,
     LOOK,
@@ -23,9 +24,14 @@ from lattqe.cost.work import (
     Work,
 )
 from lattqe.model.config import LAttQEConfig
+from lattqe.search.approximate import BUFFER_BYTES, ITERATIONS, MEASURED_ROWS, PER_CENTROID, PLANNED_ROWS, cluster_count
+from lattqe.search.graph import rows_per_block
 
 # Values that one core normalises in float64 and stores as float16 in a second: benchmarks/cost.py.
 IMPORT_VALUES_PER_SECOND = 120e6
+# Clusters that each row of an approximate graph is in, as 50,000 photographs took for a recall of 0.95, and by how much
+# clusters of unequal size have more pairs than equal ones: benchmarks/approximate.py.
+ASSUMED_OVERLAP, UNEVEN = 5, 1.3
 BACKWARD = 3  # times the work of going forward that an update of a network takes: forward, and back for both factors
 
 
@@ -97,10 +103,12 @@ def growth(
     *,
     k: int,
     itemsize: int = 2,
+    here: bool = True,
 ) -> Work:
     """Rows that join and leave an augmented index: newcomers meet all rows, lists that lost a member are searched anew.
 
     Which lists those are is known only when they are read: a row is taken to stand in k lists, as it does on average.
+    On workers newcomers and old rows meet twice, once for each side, and searched rows pass all rows by groups.
     """
     rows = features.rows + joined - removed
     stale = round(features.rows * (1 - exp(-removed * k / max(features.rows, 1))))
@@ -109,13 +117,22 @@ def growth(
     row = features.bytes // max(features.rows, 1)
     grown = Stored.kind("neighbors", rows, k=k)
     originals, index = (Stored.planned(_scaled(features.part_rows, rows), row) for _ in range(2))
+    passes, memory = 1, rows * (dim * itemsize + 8 * k * 2)
+    if not here:
+        products = joined * (rows - joined) + (joined + stale) * rows
+        block = rows_per_block(dim, k + 1)
+        passes = 1 + -(-(joined + stale) // block)
+        memory = block * bytes_per_row(dim, k, itemsize) + 3 * max(grown.part_bytes)
     seconds = products * product_seconds(dim, machines) + scoring_seconds(joined * k * 2, dim, machines.threads)
     return Work(
         "growth",
         rows,
         products,
         2.0 * products * dim + touched * weighs.flops,
-        3 * features.bytes + 2 * graph.bytes + 3 * originals.bytes + grown.bytes,
+        3 * features.bytes
+        + (2 + (not here and bool(removed))) * graph.bytes
+        + (2 + passes) * originals.bytes
+        + grown.bytes,
         originals.written + grown.written + 2 * index.written + 8 * rows,
         requests=features.loading() * 3
         + graph.loading() * 2
@@ -126,9 +143,49 @@ def growth(
         + grown.publishing()
         + index.publishing(),
         worker_seconds=seconds + weighs.seconds(touched, dim, machines),
-        worker_bytes=BASE_BYTES + rows * (dim * itemsize + 8 * k * 2) + 2 * max(index.part_bytes),
+        worker_bytes=BASE_BYTES + memory + 2 * max(index.part_bytes),
         stored=originals.bytes + grown.bytes + index.bytes,
         facts={"rows touched": f"about {touched:,} of {rows:,}", "rows searched again": f"about {stale:,}"},
+    )
+
+
+def approximate_graph(features: Stored, dim: int, k: int, machines: Machines, *, itemsize: int = 2) -> Work:
+    """An approximate graph before its clusters are found. How many of them each row is in is assumed: that shows only
+    when they are there, and products grow with its square, up to those of an exact graph.
+    """
+    rows, clusters = features.rows, cluster_count(features.rows, k)
+    finding = clusters * min(PER_CENTROID * clusters, rows) * ITERATIONS + rows * clusters
+    finding += rows * (PLANNED_ROWS + MEASURED_ROWS)
+    inside = min(round(UNEVEN * (ASSUMED_OVERLAP * rows) ** 2 / clusters), rows * rows // 2)
+    graph, products = Stored.kind("neighbors", rows, k=k), finding + inside
+    assigned = 4 * ASSUMED_OVERLAP * rows
+    return Work(
+        "graph",
+        rows,
+        products,
+        2.0 * products * dim,
+        features.bytes * machines.workers + OPENS_HERE * features.manifest + assigned * (1 + machines.workers),
+        graph.written + assigned,
+        requests=features.loading() * machines.workers
+        + OPEN * OPENS_HERE
+        + MISSING
+        + ATTACH
+        + LOOK
+        + graph.publishing(),
+        # Each side of a pair is compared for itself, so a product is looked at once, not twice; the rest is as exact.
+        worker_seconds=products * product_seconds(dim, machines) + scoring_seconds(2 * k * rows, dim, machines.threads),
+        worker_bytes=BASE_BYTES
+        + features.bytes
+        + 2 * assigned
+        + BUFFER_BYTES * machines.threads
+        + 2 * max(graph.part_bytes),
+        scratch=assigned,
+        stored=graph.bytes,
+        facts={
+            "not exact": f"{clusters:,} clusters; each row is taken to be in {ASSUMED_OVERLAP} of them. How many the "
+            "recall takes shows when they are found: products grow with its square, up to those of an exact graph",
+            "products to find them, and to measure the recall": f"{finding:.3g}",
+        },
     )
 
 

@@ -1,7 +1,8 @@
 """A feature set: ids, L2-normalised vectors, optional labels and other columns, cut into Arrow parts by rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -305,3 +306,32 @@ def _dimensions(manifest: Manifest, uri: str) -> tuple[int, str]:
                 f"{uri}/{part.name}: {part.bytes} bytes cannot hold {part.rows} rows of {dim} × {dtype}"
             )
     return dim, dtype
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which rows of a set stay, by those that leave: a few numbers, however many rows there are.
+
+    rows: of the set before; removed: (r,) int64 ascending.
+    """
+
+    LEFT: ClassVar[int] = -2  # in renumbered lists: a row that is no longer there
+
+    rows: int
+    removed: np.ndarray
+
+    def __len__(self) -> int:
+        return self.rows - len(self.removed)
+
+    def old(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """What the rows start..stop of those that stay were numbered before: (n,) int64 ascending."""
+        new = np.arange(start, len(self) if stop is None else stop)
+        return new + np.searchsorted(self.removed - np.arange(len(self.removed)), new, side="right")
+
+    def new(self, rows: np.ndarray) -> np.ndarray:
+        """Old row numbers in the new numbering, int32 of the same shape: `LEFT` for rows that went, -1 stays."""
+        if not len(self.removed):
+            return rows.astype(np.int32, copy=False)
+        before = np.searchsorted(self.removed, rows)
+        gone = self.removed[np.minimum(before, len(self.removed) - 1)] == rows
+        return np.where(gone, self.LEFT, rows - before).astype(np.int32)

@@ -16,6 +16,7 @@ from lattqe.store.features import (
     NORM_TOLERANCE,
     FeatureSet,
     IdRegister,
+    Kept,
     as_matrix,
     bad_ids,
     check_same_naming,
@@ -282,8 +283,8 @@ def _bytes_of_rows(table: pa.Table) -> np.ndarray:
     return needs
 
 
-def kept_rows(old: FeatureSet, removed: Collection[str]) -> np.ndarray:
-    """Row numbers (m,) of `old` that stay when the ids `removed` go; ids that are not there are refused."""
+def kept_rows(old: FeatureSet, removed: Collection[str]) -> Kept:
+    """The rows of `old` that stay when the ids `removed` go; ids that are not there are refused."""
     gone = sorted(set(removed))
     rows = old.find_ids(gone)
     unknown = np.flatnonzero(rows < 0)
@@ -291,9 +292,7 @@ def kept_rows(old: FeatureSet, removed: Collection[str]) -> np.ndarray:
         raise LattqeError(f"{len(unknown)} ids to remove are not in {old.uri}, the first is {gone[unknown[0]]!r}")
     if len(gone) == old.rows:
         raise LattqeError(f"all {old.rows} rows of {old.uri} would be removed: nothing would be left")
-    stays = np.ones(old.rows, dtype=bool)
-    stays[rows] = False
-    return np.flatnonzero(stays)
+    return Kept(old.rows, np.sort(rows))
 
 
 def check_same_vectors(old: FeatureSet, new: FeatureSet) -> None:
@@ -316,8 +315,8 @@ def check_joinable(old: FeatureSet, new: FeatureSet) -> None:
     check_same_naming(old, new)
 
 
-def join_features(old: FeatureSet, kept: np.ndarray, new: FeatureSet | None, to: str) -> FeatureSet:
-    """Write rows `kept` (m,) ascending of `old`, then all of `new`, to `to`; values are copied, never rounded again.
+def join_features(old: FeatureSet, kept: Kept, new: FeatureSet | None, to: str) -> FeatureSet:
+    """Write the rows of `old` that are kept, then all of `new`, to `to`; values are copied, never rounded again.
 
     Labels with names are matched by name: new names follow those of `old`, whose numbers stay.
     """
@@ -335,16 +334,28 @@ def join_features(old: FeatureSet, kept: np.ndarray, new: FeatureSet | None, to:
         normalise=False,
         extra=extra,
         label_names=names,
-        config={"job": "join", "kept": xxhash.xxh3_128_hexdigest(kept.astype("<i8").tobytes())},
+        config={"job": "join", "kept": _digest(kept)},
     )
     if writer.finished is not None:
         return writer.finished
     with writer:
         for source in sets:
-            rows = kept if source is old else np.arange(source.rows)
-            for start in range(0, len(rows), JOIN_ROWS):
-                _copy(source, rows[start : start + JOIN_ROWS], writer, [column.name for column in extra], names)
+            stays = kept if source is old else Kept(source.rows, np.empty(0, np.int64))
+            for start, stop in _cuts(len(stays)):
+                _copy(source, stays.old(start, stop), writer, [column.name for column in extra], names)
     return FeatureSet.open(to)
+
+
+def _digest(kept: Kept) -> str:
+    """Of the row numbers that stay."""
+    digest = xxhash.xxh3_128()
+    for start, stop in _cuts(len(kept)):
+        digest.update(kept.old(start, stop).astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _cuts(rows: int) -> list[tuple[int, int]]:
+    return [(start, min(start + JOIN_ROWS, rows)) for start in range(0, rows, JOIN_ROWS)]
 
 
 def _copy(

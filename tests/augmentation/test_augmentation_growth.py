@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 
-from lattqe.augmentation import Recipe, describe, recompute, renumbered, reusable_rows
+from lattqe.augmentation import Recipe, describe, recompute
+from lattqe.augmentation.growth import reusable_rows
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
 from lattqe.expansion.rows import augment_rows
 from lattqe.search import FlatIndex, knn_graph
 from lattqe.search.update import update_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Pending, features_table, neighbors_table
+from lattqe.store.features import Kept
 from lattqe.store.writer import check_joinable, join_features, kept_rows, stack_features
 
 DIM, K = 12, 5
@@ -62,21 +64,33 @@ def test_grown_index_equals_from_scratch(tmp_path):
     kept = kept_rows(old, ["id-3", "id-77"])
     joined = join_features(old, kept, new, str(tmp_path / "joined"))
     assert joined.ids() == [i for i in old.ids() if i not in ("id-3", "id-77")] + new.ids()
-    np.testing.assert_array_equal(joined.read(), np.concatenate([old.read()[kept], new.read()]))
+    np.testing.assert_array_equal(joined.read(), np.concatenate([old.read()[kept.old()], new.read()]))
 
-    I, D = graph.gather(kept)
-    I = renumbered(I, kept, old.rows)
+    I, D = graph.gather(kept.old())
+    I = kept.new(I)
     updated = update_graph(joined.read(), I, D, stale=(I < -1).any(axis=1))
     scratch = write_graph(tmp_path / "scratch", joined)
     np.testing.assert_array_equal(updated[0], scratch.read()[0])
 
-    reusable = reusable_rows(graph, scratch, kept, K)
+    reusable = reusable_rows(I, scratch.read()[0], kept.old())
     before = write_index(tmp_path / "before", old, graph, alpha=3.0)
     after = write_index(tmp_path / "after", joined, scratch, alpha=3.0)
     same = reusable >= 0
     assert 0.3 < same.mean() < 1, "12 newcomers touch some rows, not all"
     assert not same[-12:].any()
     np.testing.assert_array_equal(after.read()[same], before.read()[reusable[same]])
+
+
+@pytest.mark.parametrize("removed", [[], [0], [3, 4, 5, 9], [0, 1, 2, 7, 8, 9], list(range(9))])
+def test_rows_that_stay_are_numbered_by_those_that_leave(removed):
+    kept, stays = Kept(10, np.array(removed, np.int64)), np.setdiff1d(np.arange(10), removed)
+    np.testing.assert_array_equal(kept.old(), stays)
+    np.testing.assert_array_equal(kept.old(1, len(stays)), stays[1:])
+    number = {int(row): place for place, row in enumerate(stays)}
+    lists = np.array([[-1, 0, 9], [5, 3, -1], [8, 4, 6]], np.int32)
+    expected = [[-1 if row < 0 else number.get(row, Kept.LEFT) for row in line] for line in lists.tolist()]
+    np.testing.assert_array_equal(kept.new(lists), expected)
+    assert (len(kept), kept.new(lists).dtype) == (len(stays), np.int32)
 
 
 def test_joining_twice_is_the_same_set_and_other_removals_are_refused(tmp_path):

@@ -22,7 +22,8 @@ from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.report import render_page, to_csv
 from lattqe.search import FlatIndex
 from lattqe.search.index import SmallIndex
-from lattqe.store import FeatureSet, FeatureWriter, open_place
+from lattqe.search.stored import publish_graph
+from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, open_place
 from lattqe.store.manifest import canonical_json, checksum
 
 FACTS = {"inputs": {}, "run": {}, "warnings": [], "published": {}}
@@ -327,6 +328,36 @@ def test_methods_without_dba_need_no_graph(run: Run, tmp_path: Path) -> None:
     fill(bench)
     assert not (tmp_path / "graphs").exists()
     assert [row.kind for row in choose_rows(bench.run, bench.lookup)] == ["none", "qe", "qe", "qe"]
+
+
+def test_finished_graphs_are_used_and_others_refused(run: Run, bench: Bench, tmp_path: Path) -> None:
+    dba = Setting("aqe", 4)
+    cells = [Cell("oxford", each, dba, dba) for each in (None, "distractors")]
+    database, more = bench.inputs["oxford"].database, bench.distractors["oxford", "distractors"]
+    k = max(NeighborGraph.open(str(path)).k for path in Path(bench.folder, "graphs").iterdir())
+
+    def write(name: str, x: np.ndarray) -> FeatureSet:
+        with FeatureWriter(str(tmp_path / name), x.shape[1], database.dtype, normalise=False) as writer:
+            writer.append(x, [f"other{row}" for row in range(len(x))])
+        return FeatureSet.open(str(tmp_path / name))
+
+    # The same rows, joined by somebody under other names; and one bit of one row is another.
+    joined = np.concatenate([database.read(), more.read()])
+    graphs = [publish_graph(database, k, f"{tmp_path}/alone").uri]
+    graphs.append(publish_graph(write("joined", joined), k, f"{tmp_path}/both").uri)
+    again = Bench(dataclasses.replace(run, graphs=tuple(graphs)), f"{tmp_path}/again")
+    again.fill(cells, lambda cell: None)
+    assert not (tmp_path / "again" / "graphs").exists()
+    for cell in cells:
+        found = [[one.to_dict() for one in each.lookup(cell).scores] for each in (again, bench)]
+        assert found[0] == found[1]
+    joined[-1, -1] = np.nextafter(joined[-1, -1], joined.dtype.type(0))
+    for graph, words in (
+        (publish_graph(write("changed", joined), k, f"{tmp_path}/wrong"), "the graph of no data set of this run"),
+        (publish_graph(more, k - 1, f"{tmp_path}/short"), f"has {k - 1} neighbors for each row, this run needs {k}"),
+    ):
+        with pytest.raises(LattqeError, match=words):
+            Bench(dataclasses.replace(run, graphs=(graph.uri,)), f"{tmp_path}/refused")
 
 
 def test_the_papers_own_settings(tmp_path: Path) -> None:

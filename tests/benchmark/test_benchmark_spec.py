@@ -71,6 +71,8 @@ def test_the_example_is_a_valid_run(tmp_path: Path, model: str) -> None:
             {"dataset": [DATASET], "method": [AQE], "distractors": [{"name": "d", "features": "x", "of": "b"}]},
             "are of 'b'",
         ),
+        ({"dataset": [DATASET], "method": [AQE], "graphs": "graph"}, "graphs must be a list of addresses, not 'graph'"),
+        ({"dataset": [DATASET], "method": [AQE], "graphs": [1]}, "graphs must be a text, not 1"),
         ({"dataset": [DATASET], "method": [AQE], "published": "yes"}, "published must be true or false"),
         ({"dataset": [DATASET], "method": [{"method": "lattqe", "model": "m", "ndba": 4}]}, "ndba without nqe"),
     ],

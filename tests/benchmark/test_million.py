@@ -65,7 +65,7 @@ def test_attempts_are_added_up():
     assert planned_bytes(log) == 3 << 29
     assert phases(log) == {"augment": 3.5}
     attempt = {
-        "killed": True, "seconds": 4.0, "cpu_seconds": {"driver": 1.0, "workers": 2.0, "ray": 3.0},
+        "killed": True, "failed": False, "seconds": 4.0, "cpu_seconds": {"driver": 1.0, "workers": 2.0, "ray": 3.0},
         "peak_bytes": {"driver": 1 << 20, "workers": 2 << 20}, "planned_worker_bytes": 3 << 20,
         "bytes_read": 10**6, "bytes_written": 2 * 10**6, "requests": 5, "phases": {}, "summary": None,
     }  # fmt: skip

@@ -1,5 +1,6 @@
 """A benchmark on Ray: shards and workers give the numbers of one process; a killed run goes on where it stopped."""
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -56,6 +57,13 @@ def test_shards_and_workers_give_the_numbers_of_one_process(local_ray: None, tmp
     with ray_session(cpus=2):
         spread = Bench(run, str(tmp_path / "spread"), workers=1, shards=2)
         spread.fill(cells, lambda cell: None)
+        distractors = spread.distractors["oxford", "distractors"]
+        given = [uri for uri in (tmp_path / "spread" / "graphs").iterdir() if distractors.digest[:16] in uri.name]
+        known = Bench(dataclasses.replace(run, graphs=(str(given[0]),)), str(tmp_path / "known"), workers=1, shards=2)
+        known.fill(cells[-1:], lambda cell: None)
+    merged = [[one.to_dict() for one in each.lookup(cells[-1]).scores] for each in (known, spread)]
+    assert merged[0] == merged[1]
+    assert len(list((tmp_path / "known" / "graphs").iterdir())) == 1, "the distractors' own graph was there"
     for cell in cells:
         ours, theirs = here.lookup(cell), spread.lookup(cell)
         assert [one.to_dict() for one in ours.scores] == [one.to_dict() for one in theirs.scores]
