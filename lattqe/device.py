@@ -31,6 +31,24 @@ def pick_device(name: str = "auto") -> torch.device:
     return device
 
 
+def gpu_or_none(name: str = "auto") -> torch.device | None:
+    """The device for searches: a GPU, or None for the CPU and its own products."""
+    device = pick_device(name)
+    return None if device.type == "cpu" else device
+
+
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Convolve in true float32, by the same algorithm each time: with TF32 a row would depend on the kind of GPU."""
+    setting = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before, deterministic = setting.fp32_precision, torch.backends.cudnn.deterministic
+    setting.fp32_precision, torch.backends.cudnn.deterministic = "ieee", True
+    try:
+        yield
+    finally:
+        setting.fp32_precision, torch.backends.cudnn.deterministic = before, deterministic
+
+
 _launching = threading.RLock()
 
 

@@ -91,10 +91,14 @@ class FlatIndex:
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
         """See Index."""
+        return self.gather_stored(rows).astype(np.float32)
+
+    def gather_stored(self, rows: np.ndarray) -> np.ndarray:
+        """The vectors of rows (n,) as they are stored: (n, D) float16 or float32."""
         local = self._local(rows)
         if local.size and local.min() < 0:
             raise LattqeError(f"row {int(np.min(rows))} asked for: rows count from {self.first_row}")
-        return self._block.stored[local].astype(np.float32)
+        return self._block.stored[local]
 
     def _local(self, rows: np.ndarray) -> np.ndarray:
         """Row numbers within this index, -1 kept; those it does not have are refused."""
