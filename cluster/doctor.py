@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lattqe.errors import LattqeError
 
-PACKAGES = ("ray", "torch", "numpy", "pyarrow", "boto3", "safetensors", "faiss-cpu", "faiss-gpu", "lattqe")
+PACKAGES = ("ray", "torch", "numpy", "pyarrow", "boto3", "safetensors", "faiss-cpu", "faiss-cuda", "lattqe")
 LEAST_SHARED_MEMORY = 1 << 30  # Ray falls back to slow files on disk below what its object store wants
 LEAST_DISK = 10 << 30  # a cached million rows of 2048 halves, and room for parts in the making
 # The oldest driver for each CUDA that a torch wheel may be built with (NVIDIA, minor version compatibility).
@@ -152,8 +152,11 @@ def to_fix(reports: list[NodeReport]) -> list[str]:
         if report.storage not in ("", "ok"):
             lines.append(f"{report.node}: storage: {report.storage}")
         lines += _driver_to_fix(report)
-        if "faiss-cpu" in report.packages and "faiss-gpu" in report.packages:
-            lines.append(f"{report.node}: faiss-cpu hides faiss-gpu: pip uninstall faiss-cpu")
+        if "faiss-cpu" in report.packages and "faiss-cuda" in report.packages:
+            lines.append(
+                f"{report.node}: faiss-cpu and faiss-cuda overwrite each other: pip uninstall both, then pip install "
+                "'lattqe[gpu]'"
+            )
         if report.faiss.startswith("missing"):
             lines.append(f"{report.node}: faiss is {report.faiss}: pip install 'lattqe[cpu]' or 'lattqe[gpu]'")
         elif report.gpus and report.faiss.endswith("CPU"):
