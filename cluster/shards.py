@@ -84,8 +84,8 @@ class Shard:
         return self.index.count_above(xq, scores, rows)
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
-        """Vectors (n, D) float32 of those of `rows` (m,) that are here, in their order."""
-        return self.index.gather(rows[self._here(rows)])
+        """Vectors (n, D) of those of `rows` (m,) that are here, in their order and as stored: half travels as half."""
+        return self.index.gather_stored(rows[self._here(rows)])
 
     def _here(self, rows: np.ndarray) -> np.ndarray:
         return (rows >= self.index.first_row) & (rows < self.index.first_row + self.index.rows)

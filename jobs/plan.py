@@ -26,7 +26,7 @@ Assume = Annotated[
     str | None,
     typer.Option(
         help='With --plan: a cluster that is not there, as in "nodes=16,gpus=1,cpus=8,tflops=120,network=1.2GB/s,'
-        'price=0.5".'
+        'price=0.5"; "measured=FILE" takes what `lattqe doctor --gpu --json` found.'
     ),
 ]
 DISK_SPEED = 1e9  # bytes a second of a local disk: assumed
@@ -191,7 +191,10 @@ def main(
     cache: Annotated[bool, typer.Option("--cache", help="Nodes keep on disk what they read from S3.")] = False,
     assume: Annotated[
         list[str] | None,
-        typer.Option(help='A cluster, as in "nodes=16,gpus=1,tflops=120,network=1.2GB/s,price=0.5"; one for each set.'),
+        typer.Option(
+            help='A cluster, as in "nodes=16,gpus=1,tflops=120,network=1.2GB/s,price=0.5"; one for each set. '
+            '"measured=FILE" takes what `lattqe doctor --gpu --json` found.'
+        ),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print one table in Markdown on stdout.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON on stdout.")] = False,

@@ -120,9 +120,10 @@ def open_index(
     from cluster import runs_here
 
     if runs_here(sum(each.rows for each in sources), workers, address):
+        from lattqe.device import gpu_or_none
         from lattqe.search.index import StoredIndex
 
-        yield StoredIndex(sources), {"where": "in this process: --workers or --address ask for Ray"}
+        yield StoredIndex(sources, gpu_or_none()), {"where": "in this process: --workers or --address ask for Ray"}
         return
     with on_ray(address):
         from cluster.shards import ShardedIndex

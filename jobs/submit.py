@@ -144,17 +144,28 @@ def doctor(
         str | None, typer.Argument(help="A folder or s3:// address that every node must be able to write.")
     ] = None,
     address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Test this machine's GPU instead: bounds, bytes, rates.")] = False,
-    device: Annotated[str, typer.Option(help="With --gpu: cuda, cuda:N, or cpu to try the run itself.")] = "cuda",
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON on stdout.")] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Test this machine's GPU instead: bounds, bytes, a kill, rates.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="With --gpu: cuda, cuda:N, or cpu to try the run itself. [default: cuda]")
+    ] = None,
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the findings as JSON on stdout; with --gpu --assume of a plan reads them."),
+    ] = False,
 ) -> None:
     """Check every node of a cluster, and whether storage can be written; exit code 1 if there is something to fix.
 
     Example: lattqe doctor s3://bucket/prefix --address auto
     """
     if gpu:
-        accept_device(device, json)
+        if address is not None:
+            raise LattqeError("--gpu tests this machine, not a cluster: leave --address out")
+        accept_device(device or "cuda", json, place)
         return
+    if device is not None:
+        raise LattqeError("--device belongs to --gpu: add --gpu, or leave it out")
     from cluster.doctor import examine, to_fix
     from cluster.session import ray_session
 
@@ -185,12 +196,12 @@ def doctor(
     screen.print(f"all well: {len(reports)} node{'s' if len(reports) != 1 else ''}")
 
 
-def accept_device(name: str, json: bool) -> None:
+def accept_device(name: str, json: bool, place: str | None = None) -> None:
     """Run everything that GPUs do on this machine's, or on the CPU in its place; exit code 1 where a check fails."""
-    from cluster.doctor import accept
+    from lattqe.acceptance import accept
     from lattqe.device import pick_device
 
-    found = accept(pick_device(name))
+    found = accept(pick_device(name), place=place)
     if json:
         print_json(found)
     show_table(
@@ -201,7 +212,14 @@ def accept_device(name: str, json: bool) -> None:
             for check, said in found["checks"].items()
         },
     )
-    show_table("rates", found["rates"])
+    peaks = found["peaks"]
+    show_table(
+        "rates",
+        {
+            what: f"{rate:,g}" + (f", {rate / peaks[what]:.0%} of the data sheet's" if what in peaks else "")
+            for what, rate in found["rates"].items()
+        },
+    )
     if not found["passed"]:
         raise SystemExit(EXIT_TO_FIX)
 

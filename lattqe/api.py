@@ -15,7 +15,7 @@ import numpy as np
 
 from lattqe.augmentation.hops import check_hops, hop
 from lattqe.augmentation.recipe import is_augmented
-from lattqe.device import pick_device
+from lattqe.device import gpu_or_none
 from lattqe.errors import LattqeError
 from lattqe.evaluation import GroundTruth, LabelTruth, Scores, score_ranking
 from lattqe.evaluation.stored import JudgedRanks, read_gnd
@@ -112,7 +112,7 @@ def neighbors(
         if reason_for_exact(len(x), k) is None:
             return _approximate_neighbors(x, k, recall, progress)
     total = max(len(x) * len(x) // 2, 1)
-    lists = knn_graph(x, k, device=_gpu("auto"), clock=ProductClock(_counted(total, progress)))
+    lists = knn_graph(x, k, device=gpu_or_none("auto"), clock=ProductClock(_counted(total, progress)))
     return (ApproximateFound if approximate else Found)(*lists[::-1])
 
 
@@ -159,7 +159,7 @@ def search(
     queries, rows = _unit_rows(xq, "xq"), _unit_rows(xb, "xb")
     if expand is not None:
         queries = _expanded(queries, xb, rows, expand, nqe, progress, params)
-    return Found(*FlatIndex(rows, _gpu("auto")).search(queries, k))
+    return Found(*FlatIndex(rows, gpu_or_none("auto")).search(queries, k))
 
 
 def expand(
@@ -202,7 +202,7 @@ def _expanded(
             progress(done, len(xq))
 
     k = theta.suggested_k(dba=False, augmented=augmented) if k is None else k
-    return expand_queries(FlatIndex(xb, _gpu(theta.device)), xq, theta, k, on_done=advance).vectors
+    return expand_queries(FlatIndex(xb, gpu_or_none(theta.device)), xq, theta, k, on_done=advance).vectors
 
 
 def augment(
@@ -230,7 +230,7 @@ def augment(
     check_hops(hops, alpha)
     if not len(xb):
         return xb.astype(np.float32)
-    device = _gpu(theta.device)
+    device = gpu_or_none(theta.device)
     I, D = knn_graph(xb, list_lengths(theta, k, max(len(xb) - 1, 1))[1], device=device)
     index = FlatIndex(xb, device)
     table = shared_table(theta, len(xb), [xb]) if shares(theta, len(xb)) else None
@@ -279,12 +279,6 @@ def _method(method: str | Method, params: dict[str, Any], dba: bool = False) -> 
     if params:
         raise LattqeError(f"{', '.join(params)} given beside a finished {method.name}: give them to create instead")
     return method
-
-
-def _gpu(device: str) -> Any:
-    """A GPU for the search too where the method has one; None is the CPU."""
-    picked = pick_device(device)
-    return picked if picked.type == "cuda" else None
 
 
 def _unit_rows(x: Vectors, name: str) -> np.ndarray:

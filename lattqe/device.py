@@ -5,7 +5,7 @@ And the memory of this process, as the system counts it.
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,6 +29,56 @@ def pick_device(name: str = "auto") -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LattqeError(f"device {name!r} asked for, but torch sees no GPU: use cpu, or install torch with CUDA")
     return device
+
+
+def gpu_or_none(name: str = "auto") -> torch.device | None:
+    """The device for searches: a GPU, or None for the CPU and its own products."""
+    device = pick_device(name)
+    return None if device.type == "cpu" else device
+
+
+def room_on(device: torch.device) -> int:
+    """Bytes that may be put on a device to stay there: half of what a GPU has free. None on the CPU, where rows are
+    read where they are.
+    """
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 0
+
+
+class Sender:
+    """Copies to a device; to a GPU from pinned memory and in a stream of its own, beside the device's other work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def send(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to copy; what is returned gives the copy, to be used by the thread that calls it."""
+        if self._stream is None:
+            there = rows.to(self.device)
+            return lambda: there
+        with torch.cuda.stream(self._stream):
+            there = rows.pin_memory().to(self.device, non_blocking=True)
+            done = self._stream.record_event()
+
+        def take() -> torch.Tensor:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(done)
+            there.record_stream(current)  # its memory is not given away before this stream is done with it
+            return there
+
+        return take
+
+
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Convolve in true float32, by the same algorithm each time: with TF32 a row would depend on the kind of GPU."""
+    setting = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before, deterministic = setting.fp32_precision, torch.backends.cudnn.deterministic
+    setting.fp32_precision, torch.backends.cudnn.deterministic = "ieee", True
+    try:
+        yield
+    finally:
+        setting.fp32_precision, torch.backends.cudnn.deterministic = before, deterministic
 
 
 _launching = threading.RLock()

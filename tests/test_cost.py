@@ -240,12 +240,39 @@ def test_an_assumption_is_read_with_its_units():
         ("nodes=2,nodes=3", "names nodes twice"),
         ("tflops=120", "tflops is of a GPU, and gpus is 0: add gpus=1"),
         ("gpus=0,gpu_memory=24GB", "gpu_memory is of a GPU"),
+        ("measured=/nothing/here", "measured=/nothing/here: cannot be read"),
     ],
 )
 def test_a_wrong_assumption_is_one_line_that_names_its_key(text, says):
     with pytest.raises(LattqeError, match=re.escape(says)) as caught:
         parse_assumption(text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "not what a doctor wrote"),
+        ("[]", "not what a doctor wrote"),
+        ('{"passed": true}', "not what a doctor wrote"),
+        ('{"passed": true, "machine": {"cpus": "many"}}', "not what a doctor wrote"),
+        ('{"passed": false, "machine": {"cpus": 2}}', "failed its checks"),
+        ('{"passed": true, "machine": {"cpus": -2}}', "cpus is unknown or no number above 0"),
+        ('{"passed": true, "machine": {"wheels": 4}}', "wheels is unknown"),
+    ],
+)
+def test_a_measured_machine_that_cannot_be_is_one_line(content, says, tmp_path):
+    (tmp_path / "found.json").write_text(content)
+    with pytest.raises(LattqeError, match=re.escape(says)):
+        parse_assumption(f"measured={tmp_path}/found.json")
+
+
+def test_a_measured_gpu_is_planned_with_unless_another_is_named(tmp_path):
+    found = {"cpus": 96, "memory": 1e12, "gpus": 8, "gpu_memory": 8e10, "tflops": 300.5, "gflops": 50.0}
+    (tmp_path / "found.json").write_text(json.dumps({"passed": True, "machine": found}))
+    machines = parse_assumption(f"measured={tmp_path}/found.json,nodes=2,tflops=100")
+    assert (machines.workers, machines.cpus, machines.tflops, machines.gpu_memory) == (16, 96, 100, 8e10)
+    assert parse_assumption(f"gpus=0,measured={tmp_path}/found.json").flops == 50e9
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path):

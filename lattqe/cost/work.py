@@ -4,10 +4,9 @@ Work is counted and does not depend on the machine. Seconds are work divided by 
 from. Measured means on two cores of an AMD EPYC with AVX2, shared with other programs, in processor time.
 """
 
-import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -186,6 +185,7 @@ class Machines:
     tflops: float = GPU_TFLOPS  # of a GPU, in the products that it makes
     network: float = 0.6 * GB  # of a node, from and to storage
     price: float = 0.0
+    gflops: float = CORE_FLOPS / 1e9  # of a core, in float32 products
     asked: int | None = None  # workers, where so many are asked for
 
     @property
@@ -201,7 +201,7 @@ class Machines:
     @property
     def flops(self) -> float:
         """Of one worker, in bare products."""
-        return self.tflops * 1e12 * GPU_SHARE if self.gpus else CORE_FLOPS * self.threads
+        return self.tflops * 1e12 * GPU_SHARE if self.gpus else self.gflops * 1e9 * self.threads
 
     @property
     def budget(self) -> int:
@@ -295,80 +295,3 @@ class Cost:
 
 def _mib(count: float) -> str:
     return f"{count / 2**20:,.0f} MiB"
-
-
-UNITS = {"TB": 10**12, "GB": GB, "MB": 10**6, "TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20}
-SPEEDS = {"GB/s": GB, "MB/s": 10**6, "Gbit/s": GB / 8}
-
-
-def _count(least: int) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        value = int(text)
-        if value < least:
-            raise ValueError(f"at least {least}")
-        return value
-
-    return read
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError("a number from 0")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = _number(text)
-    if value == 0:
-        raise ValueError("a number above 0")
-    return value
-
-
-def _with_unit(units: Mapping[str, float]) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        for unit, size in sorted(units.items(), key=lambda item: -len(item[0])):
-            if text.lower().endswith(unit.lower()):
-                return _positive(text[: -len(unit)]) * size
-        raise ValueError("no unit")
-
-    return read
-
-
-# Each key: how it is read, and what it must look like.
-KEYS: dict[str, tuple[Callable[[str], float], str]] = {
-    "nodes": (_count(1), "a whole number from 1"),
-    "gpus": (_count(0), "a whole number from 0, for each node"),
-    "cpus": (_count(1), "a whole number from 1, for each node"),
-    "memory": (_with_unit(UNITS), "such as 32GB, of each node"),
-    "gpu_memory": (_with_unit(UNITS), "such as 24GB, of each GPU"),
-    "tflops": (_positive, "a number above 0, of each GPU"),
-    "network": (_with_unit(SPEEDS), "such as 1.2GB/s, of each node"),
-    "price": (_number, "dollars for a node and hour, from 0"),
-}
-
-
-def parse_assumption(text: str) -> Machines:
-    """Read "nodes=16,gpus=1,cpus=8,tflops=120,network=1.2GB/s,price=0.5"; what is left out is as `Machines` says.
-
-    LattqeError names the key that is unknown or wrong, and what is accepted.
-    """
-    values: dict[str, float] = {}
-    for entry in (part.strip() for part in text.split(",")):
-        key, equals, value = (part.strip() for part in entry.partition("="))
-        if key not in KEYS or not equals:
-            raise LattqeError(f"--assume {entry!r}: keys are {', '.join(KEYS)}, as in nodes=16,network=1.2GB/s")
-        if key in values:
-            raise LattqeError(f"--assume names {key} twice: give it once")
-        read, wanted = KEYS[key]
-        try:
-            values[key] = read(value)
-        except ValueError:
-            raise LattqeError(f"--assume {entry!r}: {key} is {wanted} (keys: {', '.join(KEYS)})") from None
-    if not values.get("gpus"):
-        for key in ("tflops", "gpu_memory"):
-            if key in values:
-                raise LattqeError(f"--assume {key} is of a GPU, and gpus is 0: add gpus=1, or leave {key} out")
-    whole = {each.name for each in fields(Machines) if each.type is int}
-    given: dict[str, Any] = {key: int(value) if key in whole else value for key, value in values.items()}
-    return Machines(**given)

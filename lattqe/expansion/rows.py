@@ -7,27 +7,34 @@ Python API call them, with rows in this process (`FlatIndex`, `StoredIndex`) or 
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+from lattqe.device import Sender
 from lattqe.errors import LattqeError
 from lattqe.expansion.attention import AttentionExpansion
 from lattqe.expansion.base import Expanded, Method, RowSource, blocks
 from lattqe.expansion.classic import lowest_outside
-from lattqe.search import Index
+from lattqe.search import FlatIndex, Index
+from lattqe.search.index import StoredIndex
 
 # What one process keeps of shared projections at the most: 1M rows of a 64-wide network, 40,000 of the paper's.
 SHARED_BYTES = 1 << 30
 # Vectors in the method at once, in float32: they stay near the cache, and the allocator uses such blocks again, while
 # every larger one is fresh memory from the system.
 GATHER_BYTES = 8 << 20
-# The same where long lists are only averaged: the more rows at once, the more of their neighbors are the same ones.
+# The same where long lists are only averaged: the more rows at once, the more of their neighbors are the same ones. On
+# a GPU nothing is gained by staying near a cache. By the kind of device alone: the last bits depend on it.
 MEANS_BYTES = 64 << 20
+MEANS_BYTES_GPU = 512 << 20
 # Queries searched and expanded at once, so that their lists never need much memory.
 QUERY_BLOCK = 1024
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 Found = tuple[np.ndarray, np.ndarray]  # D (n, k) float32 descending, I (n, k) int32, -1 where there are fewer
 
 
@@ -120,13 +127,35 @@ def _augment_by_means(
 ) -> Expanded:
     """Expand x (n, D) where the long lists' vectors are only averaged: each row that a batch names is read once."""
     vectors, weights = np.empty(x.shape, dtype=np.float32), np.zeros((len(x), 1 + I.shape[1]), dtype=np.float32)
-    for batch in blocks(len(x), I.shape[1] * x.shape[1] * 4, MEANS_BYTES):
-        named, places = np.unique(np.maximum(I[batch], 0), return_inverse=True)
-        lists = np.where(I[batch] < 0, -1, places.reshape(I[batch].shape))
-        table = torch.from_numpy(index.gather(named).astype(np.float32, copy=False))
+    device = method.fast.device
+    at_once = MEANS_BYTES if device.type == "cpu" else MEANS_BYTES_GPU
+    batches = list(blocks(len(x), I.shape[1] * x.shape[1] * 4, at_once))
+    for batch, (table, lists) in zip(batches, _tables(index, [I[batch] for batch in batches], device)):
         done = method.expand_rows(x[batch], table, lists, D[batch], k)
         vectors[batch], weights[batch] = done.vectors, done.weights
     return Expanded(vectors, weights, np.concatenate([rows[:, None], I], axis=1).astype(np.int32))
+
+
+def _tables(
+    index: RowSource, batches: list[np.ndarray], device: torch.device
+) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+    """For lists (n, t) of rows, -1 missing: the rows that they name (m, D) float32 on a device, and the lists as places
+    among these. The same numbers whether all rows lie there already or each batch's are sent: then, to another device
+    than this one, the next batch's while this one is in use.
+    """
+    resident = index.resident(device) if isinstance(index, FlatIndex | StoredIndex) else None
+    sender = Sender(device)
+
+    def read(I: np.ndarray) -> tuple[Callable[[], torch.Tensor], np.ndarray]:
+        named, places = np.unique(np.maximum(I, 0), return_inverse=True)
+        lists = np.where(I < 0, -1, places.reshape(I.shape))
+        if resident is not None:
+            return partial(torch.index_select, resident, 0, torch.from_numpy(named).to(device)), lists
+        return sender.send(torch.from_numpy(index.gather(named))), lists
+
+    prepared = map(read, batches) if device.type == "cpu" or resident is not None else _ahead(read, batches)
+    for table, lists in prepared:
+        yield table().float(), lists
 
 
 def _expand(
@@ -208,13 +237,18 @@ def _gathered(
             vectors.append(flat.reshape(*rows.shape, flat.shape[1]))
         return vectors
 
+    return _ahead(read, batches)
+
+
+def _ahead(read: Callable[[Item], Result], items: list[Item]) -> Iterator[Result]:
+    """read(item) for each item, one item ahead, by a thread."""
     reader = _reader(os.getpid())
-    ahead = reader.submit(read, batches[0]) if batches else None
-    for following in [*batches[1:], None]:
+    ahead = reader.submit(read, items[0]) if items else None
+    for number in range(1, len(items) + 1):
         if ahead is None:
             return
         ready = ahead.result()
-        ahead = reader.submit(read, following) if following is not None else None
+        ahead = reader.submit(read, items[number]) if number < len(items) else None
         yield ready
 
 

@@ -23,6 +23,7 @@ import xxhash
 from torch import Tensor
 from torch.nn import functional
 
+from lattqe.device import exact_convolutions
 from lattqe.errors import LattqeError
 from lattqe.extraction.resnet import IMAGENET_MEAN, IMAGENET_STD, fold_batch_norm, read_checkpoint, read_file
 
@@ -118,8 +119,7 @@ class Encoder:
         """
         images = pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2).float().div(255)
         mean, std = self._mean_and_std
-        # Full float32 convolutions: TF32 would make a row depend on the kind of GPU that made it.
-        with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        with torch.inference_mode(), exact_convolutions():
             return describe(self.network, (images - mean) / std, scales, self.scale_power)
 
     @cached_property

@@ -145,7 +145,7 @@ class LAttQE(nn.Module):
         from lattqe.store import save_model
 
         tensors = {name: tensor.detach().cpu().numpy() for name, tensor in self.state_dict().items()}
-        config = {"version": _version(self.config), "network": self.config.to_dict(), "training": training or {}}
+        config = {"version": version_of(self.config), "network": self.config.to_dict(), "training": training or {}}
         save_model(uri, tensors, config, metrics or {}, inputs=inputs)
 
     @classmethod
@@ -169,10 +169,10 @@ class LAttQE(nn.Module):
             wanted = cls.shapes(described, layers=_count_encoders(tensors))
         except LattqeError as error:
             raise LattqeError(f"{source}: {error}") from error
-        if config.get("version") != _version(described):
+        if config.get("version") != version_of(described):
             raise LattqeError(
-                f"{source}: network version {config.get('version')!r}, this lattqe reads {_version(described)} of its "
-                "kind: train it again"
+                f"{source}: network version {config.get('version')!r}, this lattqe reads {version_of(described)} of "
+                "its kind: train it again"
             )
         for name in sorted(set(wanted) ^ set(tensors)):
             problem = "is missing" if name in wanted else "is not part of the network its config.json describes"
@@ -209,7 +209,8 @@ class LAttQE(nn.Module):
             ) from error
 
 
-def _version(config: LAttQEConfig) -> int:
+def version_of(config: LAttQEConfig) -> int:
+    """What a saved network of this configuration means."""
     return GATED_VERSION if config.gated else VERSION
 
 

@@ -141,17 +141,19 @@ def best_of(scores: np.ndarray, ids: np.ndarray, k: int) -> tuple[np.ndarray, np
     if m < k:
         scores = np.pad(scores, ((0, 0), (0, k - m)), constant_values=-np.inf)
         ids = np.pad(ids, ((0, 0), (0, k - m)), constant_values=-1)
-    order = exact_order(scores, ids)[:, :k]
-    return np.take_along_axis(scores, order, axis=1), np.take_along_axis(ids, order, axis=1)
+    order, ordered = exact_order(scores, ids)
+    return np.ascontiguousarray(ordered[:, :k]), np.take_along_axis(ids, order[:, :k], axis=1)
 
 
-def exact_order(scores: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """The permutation (n, m) that puts each list in exact order; only lists with ties pay for a second key."""
+def exact_order(scores: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The permutation (n, m) that puts each list in exact order, and the scores in it; only lists with ties pay for a
+    second key.
+    """
     order = np.argsort(-scores, axis=1)
     ordered = np.take_along_axis(scores, order, axis=1)
     tied = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] > -np.inf)).any(axis=1)
     order[tied] = np.lexsort((ids[tied], -scores[tied]), axis=-1)
-    return order
+    return order, ordered
 
 
 def merge(lists: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,16 +1,18 @@
 """What every index can do, the index that holds its rows in this process, and exact scores and ranks of chosen rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
+from lattqe.device import room_on
 from lattqe.errors import LattqeError
 from lattqe.search.exact import exact_scores, norms, published
 from lattqe.search.pairing import in_lanes
-from lattqe.search.products import Block, Products, lanes_on
+from lattqe.search.products import Block, Products, TorchProducts, lanes_on
 from lattqe.search.rows import Rows, check_queries, check_rows, in_one, row_range, tiles
 from lattqe.search.topk import best_rows
 
@@ -91,10 +93,27 @@ class FlatIndex:
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
         """See Index."""
+        return self.gather_stored(rows).astype(np.float32)
+
+    def gather_stored(self, rows: np.ndarray) -> np.ndarray:
+        """The vectors of rows (n,) as they are stored: (n, D) float16 or float32."""
         local = self._local(rows)
         if local.size and local.min() < 0:
             raise LattqeError(f"row {int(np.min(rows))} asked for: rows count from {self.first_row}")
-        return self._block.stored[local].astype(np.float32)
+        return self._block.stored[local]
+
+    def resident(self, device: torch.device) -> torch.Tensor | None:
+        """All rows (n, D) on a device in their stored width, row 0 first, or None where it has no room for them."""
+        held = self._block.held
+        if self.first_row:
+            return None
+        if isinstance(held, torch.Tensor) and held.device.type == device.type != "cpu":
+            return held
+        return self._copies.on(device)
+
+    @cached_property
+    def _copies(self) -> "Resident":
+        return Resident(lambda: self._block.stored, self.rows * self.dim * self._block.stored.dtype.itemsize)
 
     def _local(self, rows: np.ndarray) -> np.ndarray:
         """Row numbers within this index, -1 kept; those it does not have are refused."""
@@ -103,6 +122,22 @@ class FlatIndex:
         if local.size and (local.max() >= self.rows or local[rows >= 0].min(initial=0) < 0):
             raise LattqeError(f"row {int(rows.max())} asked for: this index has {self.rows} rows from {self.first_row}")
         return local
+
+
+class Resident:
+    """Rows of so many bytes, read and brought to a device once, by whichever thread asks first."""
+
+    def __init__(self, read: Callable[[], Rows], size: int) -> None:
+        self._read, self._size, self._lock = read, size, Lock()
+        self._there: dict[torch.device, torch.Tensor | None] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor | None:
+        """All of them (n, D) in their stored width, or None where the device has no room for them."""
+        with self._lock:
+            if device not in self._there:
+                fits = 0 < self._size <= room_on(device)
+                self._there[device] = TorchProducts(device).hold(self._read()) if fits else None
+            return self._there[device]
 
 
 def pair_scores(xq: np.ndarray, xb: Rows, rows: np.ndarray) -> np.ndarray:
@@ -215,6 +250,15 @@ class StoredIndex:
     def gather(self, rows: np.ndarray) -> np.ndarray:
         """See Index."""
         return self.sets[0].gather(rows) if len(self.sets) == 1 else self.flat.gather(rows)
+
+    def resident(self, device: torch.device) -> torch.Tensor | None:
+        """See FlatIndex; nothing is read where there is no room."""
+        return self._copies.on(device)
+
+    @cached_property
+    def _copies(self) -> Resident:
+        size = sum(each.rows * each.dim * np.dtype(each.dtype).itemsize for each in self.sets)
+        return Resident(lambda: in_one([piece for each in self.sets for piece in each.pieces()]), size)
 
 
 class SmallIndex(FlatIndex):

@@ -87,7 +87,7 @@ def _candidates(rows: Block, others: Block, count: int, device: torch.device | N
     xq, xb = (np.ascontiguousarray(block.held[:]) for block in (rows, others))
     if device is not None and device.type == "cuda":
         if not hasattr(faiss, "StandardGpuResources"):
-            raise LattqeError("this faiss has no GPU support: install faiss-gpu, or leave --engine faiss out")
+            raise LattqeError("this faiss has no GPU support: pip install 'lattqe[gpu]', or leave --engine faiss out")
         return faiss.knn_gpu(
             faiss.StandardGpuResources(),
             xq,

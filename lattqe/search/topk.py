@@ -230,10 +230,8 @@ class RunningTopK:
         wanted = (np.arange(width) < self._fill[start:stop, None]) & np.isnan(self._exact[start:stop])
         if mirror is self:
             wanted &= self._ids[start:stop, :width] > np.arange(start, stop)[:, None]
-        i, slot = np.nonzero(wanted)
-        i += start
-        j = self._ids[i, slot]
-        self._exact[i, slot] = scores = exact_scores(self.rows.stored, self.others.stored, i, j)
+        i, j = start + np.repeat(np.arange(stop - start), wanted.sum(axis=1)), self._ids[start:stop, :width][wanted]
+        self._exact[start:stop][wanted] = scores = exact_scores(self.rows.stored, self.others.stored, i, j)
         if mirror is not None:
             mirror._receive(j, i, scores)
         return len(scores)
@@ -257,36 +255,36 @@ class RunningTopK:
         """Drop from the buffers of `rows` what can no longer be among their k best."""
         if not rows.size:
             return
-        scores, ids = self._scores[rows], self._ids[rows]
-        place = scores.shape[1] - self.k
-        kth = np.partition(scores, place, axis=1)[:, place].astype(np.float64)
+        width = max(int(self._fill[rows].max()), self.k)  # what lies beyond is empty in all of them
+        scores, ids = self._scores[rows, :width], self._ids[rows, :width]
+        kth = np.partition(scores, width - self.k, axis=1)[:, width - self.k].astype(np.float64)
         proven = np.maximum(self.proven[rows], just_below(kth - 2 * self.error[rows]))
         keep = scores > np.maximum(self.threshold[rows], proven)[:, None]
-        crowded = np.flatnonzero(keep.sum(axis=1) > max(scores.shape[1] // 2, self.k))
+        crowded = np.flatnonzero(keep.sum(axis=1) > max(self._scores.shape[1] // 2, self.k))
         if crowded.size:
-            keep[crowded], exact_kth = self._exactly_best(rows[crowded])
+            keep[crowded], exact_kth = self._exactly_best(rows[crowded], width)
             proven[crowded] = np.maximum(proven[crowded], just_below(exact_kth - self.error[rows[crowded]]))
         r, c = np.nonzero(keep)
         slot, counts = _places(r, len(rows))
         fresh = np.full_like(scores, -np.inf)
         fresh[r, slot] = scores[r, c]
-        self._scores[rows] = fresh
+        self._scores[rows, :width] = fresh
         self._ids[rows[r], slot] = ids[r, c]
         self._fill[rows] = counts
         self.proven[rows] = proven
         self.threshold[rows] = np.maximum(self.threshold[rows], proven)
 
-    def _exactly_best(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mark the k exactly best entries in crowded buffers: (m, capacity) bool, and the k-th scores (m,) float64."""
-        used = np.arange(self._scores.shape[1]) < self._fill[rows, None]
-        ids = self._ids[rows]
+    def _exactly_best(self, rows: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Mark the k exactly best entries in crowded buffers: (m, width) bool, and the k-th scores (m,) float64."""
+        used = np.arange(width) < self._fill[rows, None]
+        ids = self._ids[rows, :width]
         r, _ = np.nonzero(used)
         scores = np.full(used.shape, -np.inf)
         scores[used] = exact_scores(self.rows.stored, self.others.stored, rows[r], ids[used])
-        order = exact_order(scores, ids)[:, : self.k]
-        mask = np.zeros((len(rows), self._scores.shape[1]), dtype=bool)
-        np.put_along_axis(mask, order, True, axis=1)
-        return mask, np.take_along_axis(scores, order[:, -1:], axis=1)[:, 0]
+        order, ordered = exact_order(scores, ids)
+        mask = np.zeros(used.shape, dtype=bool)
+        np.put_along_axis(mask, order[:, : self.k], True, axis=1)
+        return mask, ordered[:, self.k - 1]
 
 
 def capacity_for(k: int) -> int:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE
-from lattqe.model.network import VERSION
+from lattqe.model.network import version_of
 from lattqe.store import FeatureSet, Manifest, NeighborGraph, open_place
 from lattqe.store.features import comparable_labels
 from lattqe.store.pending import claim, make_plan
@@ -213,7 +213,8 @@ class Plan:
             name: {"shape": list(tensor.shape), "dtype": "float32"}
             for name, tensor in sorted(LAttQE(self.config.network).state_dict().items())
         }
-        config = {"version": VERSION, "network": self.config.network.to_dict(), "training": self.training}
+        network = self.config.network
+        config = {"version": version_of(network), "network": network.to_dict(), "training": self.training}
         return claim(open_place(self.destination), make_plan("model", {"tensors": shapes}, config, self.inputs, None))
 
 

@@ -28,7 +28,7 @@ WELL = NodeReport(
         ({"disk": 3 << 30}, "3 GiB of disk free"),
         ({"clock_skew": 7.0}, "its clock is 7 s off"),
         ({"storage": "permission denied"}, "storage: permission denied"),
-        ({"packages": WELL.packages | {"faiss-gpu": "1.15.1"}}, "faiss-cpu hides faiss-gpu"),
+        ({"packages": WELL.packages | {"faiss-cuda": "1.14.3"}}, "faiss-cpu and faiss-cuda overwrite each other"),
         ({"faiss": "missing: no module"}, "faiss is missing"),
         ({"gpus": ["A10G"]}, "has 1 GPUs but a faiss without them"),
         ({"driver": "570.86"}, "has an NVIDIA driver (570.86) but a torch without CUDA"),

@@ -6,12 +6,15 @@ import torch
 
 from lattqe.expansion import rows as rows_module
 from lattqe.expansion.attention import AttentionExpansion
-from lattqe.expansion.rows import augment_rows
+from lattqe.expansion.rows import _tables, augment_rows
 from lattqe.model.config import LAttQEConfig
 from lattqe.model.network import LAttQE
 from lattqe.search import FlatIndex, knn_graph
+from lattqe.search.index import StoredIndex
+from lattqe.store import FeatureSet, FeatureWriter
 
 K = 6
+CPU = torch.device("cpu")
 
 
 def network(gated):
@@ -38,6 +41,13 @@ def network(gated):
     return made.eval()
 
 
+def count_gathered(index, monkeypatch):
+    """How many rows each call of `gather` asks for, as they come."""
+    asked, gather = [], index.gather
+    monkeypatch.setattr(index, "gather", lambda wanted: asked.append(len(wanted)) or gather(wanted))
+    return asked
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("n", [300, 9])  # nine rows have lists of eight, with padding behind them
 def test_rows_from_means_are_rows_from_all_vectors(gated, n, monkeypatch):
@@ -48,9 +58,7 @@ def test_rows_from_means_are_rows_from_all_vectors(gated, n, monkeypatch):
     ids, scores = knn_graph(x, 24)
     index, rows = FlatIndex(x), rng.permutation(n)[: n - 2]
     method = AttentionExpansion(network(gated), dba=True)
-    asked = []
-    gather = index.gather
-    monkeypatch.setattr(index, "gather", lambda wanted: asked.append(len(wanted)) or gather(wanted))
+    asked = count_gathered(index, monkeypatch)
     monkeypatch.setattr(rows_module, "MEANS_BYTES", 50 * 20 * 16 * 4)  # several batches
     found = augment_rows(index, rows, scores[rows], ids[rows], method, K)
     assert sum(asked) < len(rows) * 21, "each row that a batch names is read once"
@@ -60,3 +68,50 @@ def test_rows_from_means_are_rows_from_all_vectors(gated, n, monkeypatch):
     np.testing.assert_allclose(found.weights, slow.weights, rtol=1e-3, atol=1e-6)
     np.testing.assert_array_equal(found.rows, slow.rows)
     assert np.abs(slow.vectors - x[rows]).max() > 0.01, "the lists matter"
+
+
+def test_rows_that_lie_on_the_device_give_the_same_bytes(tmp_path, monkeypatch):
+    x = np.random.default_rng(1).standard_normal((300, 16))
+    x = (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float16)
+    ids, scores = knn_graph(x, 24)
+    with FeatureWriter(str(tmp_path / "x"), 16, dtype="float16") as writer:
+        writer.append(x, [str(row) for row in range(len(x))])
+    method, rows = AttentionExpansion(network(gated=True), dba=True), np.arange(len(x))
+    monkeypatch.setattr(rows_module, "MEANS_BYTES", 50 * 20 * 16 * 4)  # several batches
+    sent = augment_rows(FlatIndex(x), rows, scores, ids, method, K)
+    monkeypatch.setattr("lattqe.search.index.room_on", lambda device: x.nbytes)
+    for index in (FlatIndex(x), StoredIndex([FeatureSet.open(str(tmp_path / "x"))])):
+        asked = count_gathered(index, monkeypatch)
+        found = augment_rows(index, rows, scores, ids, method, K)
+        assert asked == [len(x)], "of neighbors nothing is read again"
+        assert index.resident(CPU) is index.resident(CPU)
+        assert index.resident(CPU).dtype == torch.float16
+        np.testing.assert_array_equal(found.vectors, sent.vectors)
+        np.testing.assert_array_equal(found.weights, sent.weights)
+
+
+def test_rows_without_room_stay_where_they_are(monkeypatch):
+    x = np.eye(8, dtype=np.float32)
+    assert FlatIndex(x).resident(CPU) is None, "the CPU reads rows where they are"
+    monkeypatch.setattr("lattqe.search.index.room_on", lambda device: x.nbytes - 1)
+    assert FlatIndex(x).resident(CPU) is None
+    monkeypatch.setattr("lattqe.search.index.room_on", lambda device: x.nbytes)
+    assert FlatIndex(x, first_row=3).resident(CPU) is None, "its rows have other numbers"
+    assert torch.equal(FlatIndex(x).resident(CPU), torch.from_numpy(x))
+
+
+def test_tables_for_another_device_are_sent_one_batch_ahead(monkeypatch):
+    """The device "meta" holds nothing, and is another one than the CPU."""
+    x = np.random.default_rng(1).standard_normal((60, 16)).astype(np.float16)
+    lists = np.random.default_rng(2).integers(-1, 60, (4, 5, 9))
+    index = FlatIndex(x)
+    asked = count_gathered(index, monkeypatch)
+    here = list(_tables(index, list(lists), CPU))
+    asked.clear()
+    there = _tables(index, list(lists), torch.device("meta"))
+    for number, (table, places) in enumerate(here):
+        sent, found = next(there)
+        assert (sent.device.type, sent.shape, sent.dtype) == ("meta", table.shape, torch.float32)
+        np.testing.assert_array_equal(found, places)
+        np.testing.assert_array_equal(table.numpy()[places[places >= 0]], x[lists[number][lists[number] >= 0]])
+    assert asked == [len(table) for table, _ in here]

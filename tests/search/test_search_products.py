@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_search_exact import KINDS, data, slow_graph, slow_topk, use_lanes
 
+from lattqe.device import exact_convolutions
 from lattqe.errors import LattqeError
-from lattqe.search import device_topk, knn_graph, topk
+from lattqe.search import FlatIndex, device_topk, knn_graph, topk
 from lattqe.search.coarse import FORMATS, encode
 from lattqe.search.exact import exact_scores
 from lattqe.search.products import CPU_KINDS, Block, CoarseTorchProducts, TorchProducts, kinds_for
@@ -181,3 +182,19 @@ def test_float16_rows_are_scored_on_the_device(kind, monkeypatch):
     for block_rows in (None, 170):
         for found, wanted in zip(knn_graph(xb, 11, block_rows=block_rows), expected):
             np.testing.assert_array_equal(found, wanted)
+
+
+def test_precision_settings_are_put_back():
+    setting = torch.backends.cudnn.conv
+    before = setting.fp32_precision, torch.backends.cudnn.deterministic
+    with exact_convolutions():
+        assert (setting.fp32_precision, torch.backends.cudnn.deterministic) == ("ieee", True)
+    assert (setting.fp32_precision, torch.backends.cudnn.deterministic) == before
+
+
+def test_stored_rows_are_gathered_in_their_own_width():
+    x = np.random.default_rng(0).standard_normal((20, 8)).astype(np.float16)
+    index, rows = FlatIndex(x, first_row=100), np.array([103, 119, 100, 103])
+    assert index.gather_stored(rows).dtype == np.float16
+    np.testing.assert_array_equal(index.gather_stored(rows), x[rows - 100])
+    assert index.gather(rows).dtype == np.float32
