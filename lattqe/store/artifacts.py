@@ -276,8 +276,8 @@ Artifact = FeatureSet | NeighborGraph | Edges | Ranks | StoredFiles
 
 
 def open_artifact(uri: str, cache: str | None = None) -> Artifact:
-    """A FeatureSet, NeighborGraph, Edges or Ranks, or the StoredFiles of any other kind."""
-    place = open_place(uri)
+    """A FeatureSet, NeighborGraph, Edges or Ranks, or the StoredFiles of another kind; shipped models by name."""
+    place = open_place(model_address(uri))
     manifest = read_manifest(place)
     for kind in (FeatureSet, NeighborGraph, Edges, Ranks):
         if manifest.kind == kind.kind:

@@ -1,5 +1,6 @@
 """The model that is part of the package: found by its name, whole, small, and never written to."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -21,6 +22,12 @@ def test_names_and_addresses():
     assert model_address("./universal") == "./universal"
     with pytest.raises(LattqeError, match="no model of that name is part of lattqe: use lattqe://universal"):
         open_place("lattqe://other")
+
+
+def test_info_and_verify_know_it_by_its_name(call_lattqe):
+    code, told, _ = call_lattqe("info", "universal", "--json")
+    assert (code, json.loads(told)["uri"], json.loads(told)["kind"]) == (0, DEFAULT_MODEL, "model")
+    assert call_lattqe("verify", "universal")[0] == 0
 
 
 def test_it_is_sound_small_and_takes_any_width():
