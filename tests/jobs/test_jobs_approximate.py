@@ -192,7 +192,7 @@ def test_a_plan_says_what_it_assumes(small, run, features, tmp_path, monkeypatch
 
 def test_few_rows_are_searched_exactly(run, features, tmp_path):
     code, out, err = run(
-        jobs.neighbors, features / "rows", "-k", K, "--to", tmp_path / "graph", "--approximate", "--json"
+        jobs.neighbors.app, features / "rows", "-k", K, "--to", tmp_path / "graph", "--approximate", "--json"
     )
     assert code == 0
     assert "1,500 rows are too few to approximate" in err
@@ -206,7 +206,7 @@ def test_a_missed_promise_is_told(small, run, features, tmp_path, monkeypatch):
     monkeypatch.setattr(approximate, "MOST_OVERLAP", 1)
     monkeypatch.setattr(approximate, "SHORT_SHARE", 1.0)
     code, out, err = run(
-        jobs.neighbors,
+        jobs.neighbors.app,
         *(features / "rows", "-k", K, "--to", tmp_path / "graph", "--approximate", "--recall", 0.999, "--json"),
     )
     facts = json.loads(out)
