@@ -302,11 +302,15 @@ def _feed(
             _lift(running, cut, tile, width, width, products)
             if returning is not None:
                 _lift(returning, visiting, tile, height, height, products, columns=True)
-        i, j, scores = products.passing(tile, running.threshold[cut])
+        if returning is None:
+            i, j, scores = products.passing(tile, running.threshold[cut])
+            running.offer(cut, i, visiting.start + visiting.step * j, scores)
+            return
+        (i, j, scores), (p, q, back) = products.passing_both(
+            tile, running.threshold[cut], returning.threshold[visiting]
+        )
         running.offer(cut, i, visiting.start + visiting.step * j, scores)
-        if returning is not None:
-            j, i, scores = products.passing(tile, returning.threshold[visiting], columns=True)
-            returning.offer(visiting, j, cut.start + cut.step * i, scores)
+        returning.offer(visiting, p, cut.start + cut.step * q, back)
 
 
 def _lift(

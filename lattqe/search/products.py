@@ -22,12 +22,13 @@ from lattqe.device import matmul_precision
 from lattqe.errors import LattqeError
 from lattqe.search.coarse import FORMATS, Codes, coarse_error, encode, int8_is_exact, multiply_codes
 from lattqe.search.exact import float32_error, norms
-from lattqe.search.rows import Rows, as_tensor, check_rows, pieces_of, row_range, surplus_rows
+from lattqe.search.rows import Rows, as_tensor, check_rows, row_range, surplus_rows, together
 
 SYMMETRIC_DIM = 256  # below, numpy loses more by mirroring A @ A.T than it gains by computing half of it
 
 TILE_ENTRIES = 4 << 20  # of one product: with its masks it stays near the last-level cache
 LEAST_TILE = 64
+SAMPLED_ROWS, WORTH_SORTING = (61, 0.06)  # one row of so many is tried: a larger share is not worth sorting out
 CPU = torch.device("cpu")
 
 Passing = tuple[Any, Any, Any]
@@ -73,6 +74,9 @@ class Products(Protocol):
         With `columns`, above the threshold of their column (nb,): columns ascending, rows, scores.
         """
 
+    def passing_both(self, tile: Any, rows: Any, columns: Any) -> tuple[Passing, Passing]:
+        """What `passing` gives for thresholds of the rows (na,), and for those of the columns (nb,)."""
+
 
 class NumpyProducts:
     """CPU: BLAS into one reused buffer, then comparisons that run at the speed of the cache."""
@@ -90,7 +94,7 @@ class NumpyProducts:
 
     def widen(self, rows: Rows) -> Rows:
         """See Products; torch converts with vector instructions and all threads, numpy does not."""
-        return rows if rows.dtype == np.float32 else _together(rows, torch.empty(rows.shape)).numpy()
+        return rows if rows.dtype == np.float32 else together(rows, torch.empty(rows.shape)).numpy()
 
     def error(self, rows: "Block", others: "Block") -> np.ndarray:
         """See Products."""
@@ -133,8 +137,19 @@ class NumpyProducts:
         j, scores = places - i * tile.shape[1], np.take(tile, places)
         if not columns:
             return i, j, scores
-        order = np.argsort(j.astype(np.uint16) if tile.shape[1] <= 1 << 16 else j, kind="stable")  # radix on 16 bits
+        order = _by_column(j, tile.shape[1])
         return j[order], i[order], scores[order]
+
+    def passing_both(self, tile: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> tuple[Passing, Passing]:
+        """See Products. Entries are looked at once, with the lowest threshold, where that lets few more pass."""
+        low = np.minimum(rows, columns.min(initial=np.inf))
+        some = slice(len(tile) % SAMPLED_ROWS // 2, None, SAMPLED_ROWS)
+        if np.count_nonzero(tile[some] > low[some, None]) > WORTH_SORTING * tile[some].size:
+            return self.passing(tile, rows), self.passing(tile, columns, columns=True)
+        i, j, scores = self.passing(tile, low)
+        of_rows, of_columns = np.flatnonzero(scores > rows[i]), np.flatnonzero(scores > columns[j])
+        of_columns = of_columns[_by_column(j[of_columns], tile.shape[1])]
+        return ((i[of_rows], j[of_rows], scores[of_rows]), (j[of_columns], i[of_columns], scores[of_columns]))
 
 
 class MklProducts(NumpyProducts):
@@ -183,7 +198,7 @@ class TorchProducts:
     def hold(self, x: Rows) -> Any:
         """See Products."""
         held = torch.empty(x.shape, dtype=torch.float16 if x.dtype == np.float16 else torch.float32, device=self.device)
-        return _together(x, held)
+        return together(x, held)
 
     def widen(self, rows: torch.Tensor) -> torch.Tensor:
         """See Products."""
@@ -226,6 +241,10 @@ class TorchProducts:
         i, j = (lines > threshold[:, None]).nonzero(as_tuple=True)
         return i, j, lines[i, j]
 
+    def passing_both(self, tile: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> tuple[Passing, Passing]:
+        """See Products."""
+        return self.passing(tile, rows), self.passing(tile, columns, columns=True)
+
     def _bring(self, values: np.ndarray) -> torch.Tensor:
         return as_tensor(values).to(self.device)
 
@@ -253,13 +272,9 @@ class CoarseTorchProducts(TorchProducts):
         return multiply_codes(a, b, self.form, out)
 
 
-def _together(x: Rows, out: torch.Tensor) -> torch.Tensor:
-    """Copy rows (n, D), which may lie in pieces, into `out`, converting them to its dtype."""
-    start = 0
-    for piece in pieces_of(x):
-        out[start : start + len(piece)] = as_tensor(piece)
-        start += len(piece)
-    return out
+def _by_column(j: np.ndarray, width: int) -> np.ndarray:
+    """The order (m,) that puts columns j (m,), below `width`, in ascending order and keeps that of equal ones."""
+    return np.argsort(j.astype(np.uint16) if width <= 1 << 16 else j, kind="stable")  # radix on 16 bits
 
 
 @dataclass(frozen=True)

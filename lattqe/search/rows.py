@@ -166,3 +166,12 @@ def as_tensor(x: np.ndarray) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(x if all(step >= 0 for step in x.strides) else np.ascontiguousarray(x))
+
+
+def together(x: Rows, out: torch.Tensor) -> torch.Tensor:
+    """Copy rows (n, D), which may lie in pieces, into `out`, converting them to its dtype."""
+    start = 0
+    for piece in pieces_of(x):
+        out[start : start + len(piece)] = as_tensor(piece)
+        start += len(piece)
+    return out

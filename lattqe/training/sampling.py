@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lattqe.training.config import TrainingConfig
 from lattqe.training.plan import TrainingData
@@ -127,15 +128,22 @@ class Batch:
     hopping: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on a device."""
+        """The same on a device. A pool that many batches share goes there once, and stays until it is drawn anew."""
         if device.type == "cpu":
             return self
+        there = _POOLS.get(self.candidates)
+        if there is None or there.device.type != device.type:
+            _POOLS[self.candidates] = there = self.candidates.to(device, non_blocking=True)
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor) and name != "candidates"
         }
-        return dataclasses.replace(self, **moved)
+        return dataclasses.replace(self, candidates=there, **moved)
+
+
+# Candidates on a device, for as long as the sampler or a batch has them here.
+_POOLS = WeakTensorKeyDictionary()
 
 
 class Sampler(Protocol):

@@ -76,7 +76,9 @@ class Stage:
         return self.network if self.average is None else self.average
 
     def update(self, step: int, batch: Batch) -> torch.Tensor:
-        """One batch, and the update after the last of `accumulate`; returns the loss and its parts, (1 + parts,)."""
+        """One batch, and the update after the last of `accumulate`; returns the loss and its parts, (1 + parts,), on
+        the CPU: the one time in an update that the device is waited for.
+        """
         self.network.train(not self.dba)
         self.masks.begin(step)
         loss, parts = self._loss(batch)
@@ -84,20 +86,21 @@ class Stage:
         (loss * (self.team.size / self.config.accumulate)).backward()
         values = self.team.total(torch.stack([loss.detach(), *parts.values()]))
         if (step + 1) % self.config.accumulate:
-            return values
+            return values.cpu()
         if self.averages:
             for parameter in self.names:
                 if parameter.grad is not None:
                     parameter.grad = self.team.total(parameter.grad) / self.team.size
         norm = nn.utils.clip_grad_norm_(list(self.names), self.config.clip or float("inf"))
-        if not torch.isfinite(norm + values.sum()):
-            raise NotFiniteError(f"at step {step} the loss became {values[0].item():g}, its gradient {norm.item():g}")
+        told = torch.cat([values, norm[None]]).cpu()
+        if not torch.isfinite(told.sum()):
+            raise NotFiniteError(f"at step {step} the loss became {told[0].item():g}, its gradient {told[-1].item():g}")
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(step) * group.get("times", 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._follow(step // self.config.accumulate)
-        return values
+        return told[:-1]
 
     def _loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return this worker's share of the loss, and of its parts."""

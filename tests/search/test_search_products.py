@@ -198,3 +198,24 @@ def test_stored_rows_are_gathered_in_their_own_width():
     assert index.gather_stored(rows).dtype == np.float16
     np.testing.assert_array_equal(index.gather_stored(rows), x[rows - 100])
     assert index.gather(rows).dtype == np.float32
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, np.inf])
+def test_rows_and_columns_looked_at_once_are_those_looked_at_one_after_the_other(spread):
+    """Thresholds alike, of which one pass finds all; far apart or missing, which takes two."""
+    rng = np.random.default_rng(0)
+    tile = rng.standard_normal((500, 300)).astype(np.float32)
+    tile[rng.integers(0, 500, 900), rng.integers(0, 300, 900)] = 2.0  # some equal a threshold
+    products = CPU_KINDS["float32 numpy"]()
+    products._mask = np.empty(tile.size, dtype=bool)
+    rows, columns = (np.full(size, 2, dtype=np.float32) for size in tile.shape)
+    rows[::7] -= spread
+    columns[::5] -= spread
+    found = products.passing_both(tile, rows, columns)
+    expected = products.passing(tile, rows), products.passing(tile, columns, columns=True)
+    for one, other in zip(found, expected):
+        for a, b in zip(one, other):
+            np.testing.assert_array_equal(a, b)
+    i, j = np.nonzero(tile > rows[:, None])
+    np.testing.assert_array_equal(found[0][0], i)
+    np.testing.assert_array_equal(found[0][1], j)

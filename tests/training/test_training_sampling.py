@@ -1,6 +1,8 @@
 """What the samplers draw: pure functions of (seed, step), with the paper's statistics."""
 
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pyarrow as pa
@@ -251,3 +253,25 @@ def test_others_never_gives_the_row_itself_and_gives_all_others() -> None:
     found = members.others(np.arange(8)[labels != 1], np.linspace(0, 1, 50, endpoint=False)[None].repeat(7, 0))
     for row, others in zip(np.arange(8)[labels != 1], found):
         assert set(others) == set(np.flatnonzero(labels == labels[row])) - {row}
+
+
+def test_the_pool_goes_to_the_device_once_for_each_refresh(data: TrainingData, config: TrainingConfig) -> None:
+    """The device "meta" holds nothing, and is another one than the CPU."""
+    sampler, device = TupleSampler(data, config), torch.device("meta")
+    moved = [sampler.batch(step, WHOLE).to(device) for step in range(config.pool_steps + 1)]
+    assert all(tensor.device.type == "meta" for batch in moved for tensor in tensors(batch).values())
+    pools = [batch.candidates for batch in moved]
+    assert all(pool is pools[0] for pool in pools[: config.pool_steps])
+    assert pools[-1] is not pools[0]
+    here = sampler.batch(0, WHOLE)
+    assert here.to(torch.device("cpu")) is here
+
+
+def test_a_pool_that_nobody_has_here_is_not_kept_there(data: TrainingData, config: TrainingConfig) -> None:
+    sampler = TupleSampler(data, config)
+    there = weakref.ref(sampler.batch(0, WHOLE).to(torch.device("meta")).candidates)
+    assert there() is not None  # the sampler still has the pool
+    for number in (1, 2):  # it keeps two
+        sampler.batch(number * config.pool_steps, WHOLE)
+    gc.collect()
+    assert there() is None
