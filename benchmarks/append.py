@@ -28,12 +28,10 @@ def call(verb: str, *arguments: object) -> dict[str, Any]:
     """Run one of our commands with --json: its summary, and the seconds of the whole process."""
     started = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", f"jobs.{verb}", *map(str, arguments), "--json"],
-        check=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
+        [sys.executable, "-m", f"jobs.{verb}", *map(str, arguments), "--json"], capture_output=True, text=True
     )
+    if done.returncode:
+        sys.exit(f"error: {verb} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
     return json.loads(done.stdout) | {"process_seconds": time.perf_counter() - started}
 
 

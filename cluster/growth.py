@@ -27,6 +27,7 @@ from lattqe.augmentation.growth import Growth, reusable_rows
 from lattqe.augmentation.recipe import write_reusable
 from lattqe.cost.rows import visitor_rows
 from lattqe.device import peak_bytes
+from lattqe.errors import CorruptDataError
 from lattqe.search.exact import exact_scores, just_below, merge, published
 from lattqe.search.graph import Lists, compare_one_way, rows_per_block
 from lattqe.search.pairing import Clock
@@ -99,7 +100,7 @@ class _Driver:
         write_numbers(place, REMOVED, self.growth.kept.removed)
         try:
             return self.search(read_numbers(place, SEARCHED))
-        except MissingFileError:
+        except (MissingFileError, CorruptDataError):
             pass
         if not len(self.growth.kept.removed):
             return self.found()

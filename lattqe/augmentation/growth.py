@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from lattqe.augmentation.recipe import GRAPH, Augmentation, Recipe, read_reusable, write_reusable
+from lattqe.errors import CorruptDataError
 from lattqe.expansion import create
 from lattqe.search.pairing import Clock
 from lattqe.search.update import update_graph
@@ -170,12 +171,12 @@ def grow_here(growth: Growth, pending: Pending) -> Counter[str]:
 
 
 def _touched(growth: Growth, before: NeighborGraph, after: NeighborGraph) -> int:
-    """How many rows cannot be taken over. What says so is written again where it is gone, as after a finished run."""
+    """How many rows cannot be taken over. What says so is made again where it is gone, as after a finished run."""
     place, kept, touched = open_place(growth.index or ""), growth.kept, 0
     for part, (start, stop) in enumerate(zip(after.parts.starts[:-1].tolist(), after.parts.starts[1:].tolist())):
         try:
             taken = read_reusable(place, part)
-        except MissingFileError:
+        except (MissingFileError, CorruptDataError):
             old = kept.old(start, max(min(stop, len(kept)), start))
             known = kept.new(before.gather(old)[0][:, : growth.depth])
             taken = reusable_rows(known, after.read(start, stop)[0][:, : growth.depth], old)

@@ -100,6 +100,10 @@ def test_what_is_there_is_not_searched_again(tmp_path):
     first = drive(growth, pending, slab_rows=64)[1]
     pending.place.delete(next(name for name in pending.place.sizes() if name.endswith("00001.arrow")))
     again = drive(growth, Pending.attach(growth.to), slab_rows=64)[1]
+    pending.place.write(cluster.growth.SEARCHED, b"damaged")
+    pending.place.delete(next(name for name in pending.place.sizes() if name.endswith("00002.arrow")))
+    found = drive(growth, Pending.attach(growth.to), slab_rows=64)[1]
+    assert dict(found) == {FIND: 3, cluster.growth.PUBLISH: 1}
     assert (first[FIND], first[SEARCH]) == (3, 3)
     assert dict(again) == {cluster.growth.PUBLISH: 1}
 
