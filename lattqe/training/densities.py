@@ -300,8 +300,8 @@ def _altered(rng: np.random.Generator, x: NDArray[np.float32], spread: NDArray[n
         mixed = x @ (rng.standard_normal((width, units), dtype=np.float32) / np.sqrt(width))
         x = _unit(np.maximum(mixed - rng.uniform(-0.5, 1) / np.sqrt(width), 0) + 1e-6)
     if rng.random() < SHIFTED:
-        mean = rng.standard_normal(x.shape[1], dtype=np.float32)
-        x = _unit(x + np.exp(rng.uniform(np.log(0.2), np.log(3))) * _unit(mean[None]))
+        mean = rng.standard_normal((1, x.shape[1]), dtype=np.float32)
+        x = _unit(x + np.exp(rng.uniform(np.log(0.2), np.log(3))) * _unit(mean))
     return x
 
 

@@ -86,7 +86,8 @@ def test_refusals_name_the_tensor():
 def test_refusals_name_the_setting():
     tensors, config = parts()
     assert "version 99" in refused(tensors, {**config, "version": 99})
-    assert "version None" in refused(tensors, {})
+    assert "version None" in refused(tensors, {"network": config["network"]})
+    assert "no settings of a network" in refused(tensors, {})
     assert "colour" in refused(tensors, {**config, "network": {**config["network"], "colour": 3}})
     assert "5 heads" in refused(tensors, {**config, "network": {**config["network"], "heads": 5}})
     assert "dropout" in refused(tensors, {**config, "network": {**config["network"], "dropout": "much"}})
