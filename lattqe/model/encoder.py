@@ -156,9 +156,13 @@ def _relation_start(config: LAttQEConfig) -> torch.Tensor:
     if not config.relational:
         return torch.zeros(config.heads)
     half = config.heads - config.heads // 2
-    factors = torch.zeros(2, config.heads)
-    factors[0, :half], factors[1, half:] = torch.linspace(8, 20, half), torch.linspace(4, 12, config.heads - half)
-    return factors
+    plain, centred = _evenly(8, 20, half), _evenly(4, 12, config.heads - half)
+    return torch.tensor([plain + [0.0] * len(centred), [0.0] * half + centred])
+
+
+def _evenly(first: float, last: float, count: int) -> list[float]:
+    """What torch.linspace gives, which takes a second to import what it needs where shapes alone are asked for."""
+    return [first + (last - first) * place / max(count - 1, 1) for place in range(count)]
 
 
 class Stack(nn.Module):
