@@ -31,6 +31,7 @@ class TrainingConfig:
 
     network: LAttQEConfig = field(default_factory=LAttQEConfig)
     seed: int = 0
+    start: str = ""  # a trained model of the same network whose weights this training starts with; empty: from the seed
     steps: int = 200_000  # the paper's 100 epochs of 2,000 updates; the best of them is kept
     batch: int = 64  # queries of one update over all workers together; the paper's
     slots: int = 8  # parts of the batch with their own dropout masks; the number of workers must divide it
@@ -52,6 +53,7 @@ class TrainingConfig:
     world_rows: int = 3_000  # worlds: largest number of images; more cost time and teach the same
     widths: tuple[int, ...] = (16, 32, 64, 96, 128, 192, 256, 384)  # densities: first columns taken, beside all of them
     synthetic: float = 0.15  # densities: share of worlds of synthetic landmarks, which are long rows and no blobs
+    altered: float = 1.0  # densities: times the usual shares of worlds whose space is altered
     clusters: float = 0.0  # densities: share of worlds of Gaussian clusters
     hop_every: int = 0  # densities: of so many batches one is a world augmented through hops; 0: none
     hop_world_rows: int = 4_000  # its rows at most: as long lists as in use
@@ -170,6 +172,7 @@ class TrainingConfig:
             "margin",
             "hop_every",
             "smooth_ap_spread",
+            "validate_shift",
             *LOSSES,
         ):
             if not 0 <= getattr(self, name) < float("inf"):
@@ -184,9 +187,11 @@ class TrainingConfig:
         ):
             if not 0 < getattr(self, name) < float("inf"):
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a number above 0")
-        for name in ("drop_max", "ema", "synthetic"):
+        for name in ("drop_max", "ema", "synthetic", "clusters"):
             if not 0 <= getattr(self, name) < 1:
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a share from 0 to below 1")
+        if not 0 <= self.altered <= 1:
+            raise LattqeError(f"altered is {self.altered}: use a number from 0 to 1")
         for name in ("world_classes", "world_images"):
             if not 0 < getattr(self, name) <= 1:
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a share above 0")

@@ -114,7 +114,7 @@ class DensitySampler:
         kept = np.flatnonzero(place < limit[inverse])
         kept = _shrunk(rng, kept, inverse, np.minimum(sizes, limit), limit, most)
         present, labels = np.unique(inverse[kept], return_inverse=True)
-        vectors = _altered(rng, pool.vectors[order[kept]].astype(np.float32), pool.spread)
+        vectors = _altered(rng, pool.vectors[order[kept]].astype(np.float32), pool.spread, self.config.altered)
         return World(vectors, labels, asked[present])
 
     def batch(self, step: int, part: slice) -> Batch:
@@ -277,17 +277,19 @@ def _shrunk(
     return kept
 
 
-def _altered(rng: np.random.Generator, x: NDArray[np.float32], spread: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Vectors (m, D) as another descriptor would give them.
+def _altered(
+    rng: np.random.Generator, x: NDArray[np.float32], spread: NDArray[np.floating], often: float = 1.0
+) -> NDArray[np.float32]:
+    """Vectors (m, D) as another descriptor would give them; `often` times as often as usual, else as they are.
 
     Whitened more or less; noisy, rounded to few bits, bent by a power, or never negative, as a rectified layer's are;
     with a mean that was not taken away.
     """
     spread = np.maximum(spread, 1e-4).astype(np.float32)
-    if rng.random() < WHITENED:
+    if rng.random() < often * WHITENED:
         x = x * spread ** rng.uniform(-0.5, 1.2)
     x, width = _unit(x), x.shape[1]
-    way = rng.random()
+    way = rng.random() / max(often, 1e-9)
     if way < NOISY:
         x = _unit(x + rng.standard_normal(x.shape, dtype=np.float32) * rng.uniform(0.1, 0.8) / np.sqrt(width))
     elif way < (edge := NOISY + ROUNDED):
@@ -299,7 +301,7 @@ def _altered(rng: np.random.Generator, x: NDArray[np.float32], spread: NDArray[n
         units = int(np.clip(width * rng.integers(1, 4), *UNITS))
         mixed = x @ (rng.standard_normal((width, units), dtype=np.float32) / np.sqrt(width))
         x = _unit(np.maximum(mixed - rng.uniform(-0.5, 1) / np.sqrt(width), 0) + 1e-6)
-    if rng.random() < SHIFTED:
+    if rng.random() < often * SHIFTED:
         mean = rng.standard_normal((1, x.shape[1]), dtype=np.float32)
         x = _unit(x + np.exp(rng.uniform(np.log(0.2), np.log(3))) * _unit(mean))
     return x

@@ -54,7 +54,11 @@ class StoppedError(LattqeError):
 
 
 def new_network(plan: Plan) -> LAttQE:
-    """The network as it starts: a function of the seed."""
+    """The network as it starts: a function of the seed, or what another training has made."""
+    if plan.config.start:
+        network = LAttQE(plan.config.network)
+        network.load_state_dict(LAttQE.load(plan.config.start).state_dict())
+        return network
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch_seed(plan.config.seed, Stream.START, 0))
         return LAttQE(plan.config.network)

@@ -3,6 +3,7 @@
 The data are labelled feature sets joined row after row, each its own world for neighbors.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lattqe.errors import LattqeError
 from lattqe.model import LAttQE
 from lattqe.model.network import version_of
 from lattqe.store import FeatureSet, Manifest, NeighborGraph, open_place
+from lattqe.store.artifacts import check_input_kind, model_address
 from lattqe.store.features import comparable_labels
 from lattqe.store.pending import claim, make_plan
 from lattqe.store.place import node_folder
@@ -240,6 +242,8 @@ def make(
             for trained in sets:
                 check_apart(trained, one, config.shared_labels)
     inputs = {f"features-{number}": one.as_input() for number, one in enumerate(sets)}
+    if config.start:
+        config, inputs["start"] = _with_start(config)
     inputs |= {f"neighbors-{number}": NeighborGraph.open(uri).as_input() for number, uri in enumerate(graphs)}
     for number, pair in enumerate(held_out):
         inputs |= {f"validation-{number}-{role}": one.as_input() for role, one in zip(("database", "queries"), pair)}
@@ -252,6 +256,22 @@ def make(
         node_folder(cache),
         inputs,
     )
+
+
+def _with_start(config: TrainingConfig) -> tuple[TrainingConfig, dict[str, Any]]:
+    """The configuration with the address of the model that training starts with, and that model as an input."""
+    address = open_place(model_address(config.start)).uri
+    manifest = check_input_kind(address, "model")
+    found, wanted = LAttQE.load(address).config, config.network
+    if found.any_width:
+        found = dataclasses.replace(found, dim=wanted.dim)
+    if found != wanted:
+        name = next(f.name for f in dataclasses.fields(found) if getattr(found, f.name) != getattr(wanted, f.name))
+        raise LattqeError(
+            f"start={config.start}: its network has {name} {getattr(found, name)}, this training "
+            f"{getattr(wanted, name)}: use the preset and settings that it was trained with"
+        )
+    return dataclasses.replace(config, start=address), {"uri": address, "digest": manifest.digest, "kind": "model"}
 
 
 def check_apart(trained: FeatureSet, held_out: FeatureSet, shared_labels: bool) -> None:

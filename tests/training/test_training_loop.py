@@ -159,6 +159,21 @@ def test_the_first_stage_leaves_the_temperature(sets: dict[str, str], tmp_path: 
     assert same == ["head.log_temperature"]
 
 
+def test_a_training_starts_with_what_another_has_made(sets: dict[str, str], tmp_path: Path) -> None:
+    made = plan_for(sets, tmp_path / "made", "temperature_steps=0")
+    train(made)
+    further = plan_for(sets, tmp_path / "further", "temperature_steps=0", f"start={tmp_path / 'made'}")
+    start, weights = new_network(further).state_dict(), tensors(made)
+    assert all(np.array_equal(start[name].numpy(), weights[name]) for name in weights)
+    assert further.inputs["start"]["kind"] == "model"
+    with pytest.raises(LattqeError, match="its network has ffn .* use the preset and settings that it was trained"):
+        plan_for(sets, tmp_path / "other", f"start={tmp_path / 'made'}", "network.ffn=24")
+    with pytest.raises(LattqeError, match="features.*model|model.*features"):
+        plan_for(sets, tmp_path / "other", f"start={next(iter(sets.values()))}")
+    with pytest.raises(LattqeError, match="nosuch"):
+        plan_for(sets, tmp_path / "other", f"start={tmp_path / 'nosuch'}")
+
+
 @pytest.mark.parametrize("sampling", [["k_for=batch", "distinct_negatives=false"], []], ids=["by labels", "published"])
 def test_training_lowers_the_loss_and_raises_validation(
     sets: dict[str, str], tmp_path: Path, sampling: list[str]
