@@ -114,10 +114,10 @@ def test_wrong_use_is_refused(small, monkeypatch):
 @pytest.mark.parametrize(
     ("part", "array", "words"),
     [
-        ("vectors", np.zeros(3), "no such file of photos"),
-        ("vectors", np.ones((12, 8), np.int8), "no such file of photos"),
+        ("vectors", np.zeros(3), "this is not a file of photos"),
+        ("vectors", np.ones((12, 8), np.int8), "this is not a file of photos"),
         ("labels", np.full(12, 5000), "must be 0..999"),
-        ("isquery", np.zeros(12), "no such file of photos"),
+        ("isquery", np.zeros(12), "this is not a file of photos"),
         ("vectors", np.full((12, 8), np.nan), "has length nan"),
         ("vectors", np.zeros((12, 8)), "has length 0"),
     ],

@@ -174,15 +174,15 @@ def test_killed_when_clusters_are_there_and_continued(tmp_path):
 
 def test_a_plan_says_what_it_assumes(small, run, features, tmp_path, monkeypatch):
     words = [features / "rows", "-k", K, "--to", tmp_path / "graph", "--approximate", "--recall", 0.9, "--json"]
-    code, out, err = run(jobs.neighbors, *words, "--plan")
+    code, out, err = run(jobs.neighbors.app, *words, "--plan")
     assert code == 0, err
     assert "each row is taken to be in 5 of them" in json.loads(out)["stages"][0]["not exact"]
     assert not (tmp_path / "graph").exists()
-    code, made, err = run(jobs.neighbors, *words)
+    code, made, err = run(jobs.neighbors.app, *words)
     assert code == 0, err
     overlap = NeighborGraph.open(str(tmp_path / "graph")).manifest.config["measured"]["overlap"]
     monkeypatch.setattr(stages, "ASSUMED_OVERLAP", overlap)
-    code, out, _ = run(jobs.neighbors, *words, "--plan", "--assume", "nodes=2,gpus=1")
+    code, out, _ = run(jobs.neighbors.app, *words, "--plan", "--assume", "nodes=2,gpus=1")
     stage = json.loads(out)["stages"][0]
     clusters = approximate.cluster_count(1500, K)
     finding = 1500 * (clusters + 256 + 1000) + clusters * 6 * min(32 * clusters, 1500)

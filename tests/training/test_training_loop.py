@@ -166,9 +166,9 @@ def test_a_training_starts_with_what_another_has_made(sets: dict[str, str], tmp_
     start, weights = new_network(further).state_dict(), tensors(made)
     assert all(np.array_equal(start[name].numpy(), weights[name]) for name in weights)
     assert further.inputs["start"]["kind"] == "model"
-    with pytest.raises(LattqeError, match="its network has ffn .* use the preset and settings that it was trained"):
+    with pytest.raises(LattqeError, match=r"its network has ffn .* use the preset and settings that it was trained"):
         plan_for(sets, tmp_path / "other", f"start={tmp_path / 'made'}", "network.ffn=24")
-    with pytest.raises(LattqeError, match="features.*model|model.*features"):
+    with pytest.raises(LattqeError, match=r"features.*model|model.*features"):
         plan_for(sets, tmp_path / "other", f"start={next(iter(sets.values()))}")
     with pytest.raises(LattqeError, match="nosuch"):
         plan_for(sets, tmp_path / "other", f"start={tmp_path / 'nosuch'}")
