@@ -108,7 +108,7 @@ class Runner:
             try:
                 words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
                 if any(mark in word for word in words) and {"mini", "--log-file"} & set(words):
-                    for one in (*session_of(SimpleNamespace(pid=pid)), pid):  # the server is in nobody's session
+                    for one in (*session_of(SimpleNamespace(pid=pid)), pid):  # the server has a session of its own
                         os.kill(one, signal.SIGKILL)
             except OSError:  # it has ended meanwhile
                 continue

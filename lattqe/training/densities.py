@@ -2,8 +2,9 @@
 
 A network that has met only large classes averages whatever it finds; where one image in ten thousand is relevant, that
 destroys the result. Here each batch is a world of its own: one set or several, at one of several widths, sometimes
-whitened otherwise, noisy or rounded, sometimes synthetic landmarks; its classes are whole, or each is cut to a number
-of its own, or all of one set's are cut to the same number while the others stay whole as distractors.
+in a space that another descriptor would give, sometimes synthetic landmarks or clusters; its classes are whole, or
+each is cut to a number of its own, or all of one set's are cut to the same number while the others stay whole as
+distractors.
 """
 
 from dataclasses import dataclass
@@ -208,7 +209,7 @@ def _clusters(rng: np.random.Generator) -> Pool:
     dimensions = float((within**2).sum() ** 2 / (within**4).sum())
     stands_out = np.exp(rng.uniform(np.log(1.5), np.log(10)))
     noise = np.sqrt(max(0.15, np.sqrt(dimensions) / stands_out - 1))
-    vectors = _unit(centres[labels] + noise * draw(len(labels), within))
+    vectors = unit_rows(centres[labels] + noise * draw(len(labels), within))
     return Pool(vectors, labels, np.zeros(len(labels), np.int64), vectors.std(axis=0))
 
 
@@ -288,26 +289,27 @@ def _altered(
     spread = np.maximum(spread, 1e-4).astype(np.float32)
     if rng.random() < often * WHITENED:
         x = x * spread ** rng.uniform(-0.5, 1.2)
-    x, width = _unit(x), x.shape[1]
+    x, width = unit_rows(x), x.shape[1]
     way = rng.random() / max(often, 1e-9)
     if way < NOISY:
-        x = _unit(x + rng.standard_normal(x.shape, dtype=np.float32) * rng.uniform(0.1, 0.8) / np.sqrt(width))
+        x = unit_rows(x + rng.standard_normal(x.shape, dtype=np.float32) * rng.uniform(0.1, 0.8) / np.sqrt(width))
     elif way < (edge := NOISY + ROUNDED):
         step = np.abs(x).max() / rng.choice([2, 4, 8])
-        x = _unit(np.round(x / step) * step + 1e-6)  # a row that rounds to zero is a row that all others resemble
+        x = unit_rows(np.round(x / step) * step + 1e-6)  # a row that rounds to zero is a row that all others resemble
     elif way < (edge := edge + BENT):
-        x = _unit(np.sign(x) * np.abs(x) ** rng.uniform(0.3, 2))
+        x = unit_rows(np.sign(x) * np.abs(x) ** rng.uniform(0.3, 2))
     elif way < edge + RECTIFIED:
         units = int(np.clip(width * rng.integers(1, 4), *UNITS))
         mixed = x @ (rng.standard_normal((width, units), dtype=np.float32) / np.sqrt(width))
-        x = _unit(np.maximum(mixed - rng.uniform(-0.5, 1) / np.sqrt(width), 0) + 1e-6)
+        x = unit_rows(np.maximum(mixed - rng.uniform(-0.5, 1) / np.sqrt(width), 0) + 1e-6)
     if rng.random() < often * SHIFTED:
         mean = rng.standard_normal((1, x.shape[1]), dtype=np.float32)
-        x = _unit(x + np.exp(rng.uniform(np.log(0.2), np.log(3))) * _unit(mean))
+        x = unit_rows(x + np.exp(rng.uniform(np.log(0.2), np.log(3))) * unit_rows(mean))
     return x
 
 
-def _unit(x: NDArray[np.floating]) -> NDArray[np.float32]:
+def unit_rows(x: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Rows (n, D) scaled to length 1; a row of zeros stays one."""
     return (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)).astype(np.float32)
 
 

@@ -154,7 +154,7 @@ class Training:
                         f"{error}: stopped; the last good checkpoint (step {state.step}) is kept in "
                         f"{self.place.uri}/_work; lower learning_rate and use a new destination"
                     ) from None
-                sums, since = sums + values.cpu(), since + 1
+                sums, since = sums + values, since + 1
                 stopping = self._tell(step + 1, f"{state.stage} · loss {values[0].item():.4f}") and step + 1 < stop
                 stopping = stopping and (step + 1) % self.config.accumulate == 0  # half an update cannot be saved
                 if stopping or self._due(step + 1, stop):

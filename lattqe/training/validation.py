@@ -21,6 +21,7 @@ from lattqe.search.index import SmallIndex
 from lattqe.store import FeatureSet
 from lattqe.store.features import comparable_labels
 from lattqe.training.checkpoint import Team
+from lattqe.training.densities import unit_rows
 
 BLOCK = 64  # queries and rows are shared out in such units
 SMALL_ROWS = 50_000
@@ -131,13 +132,9 @@ def _narrowed(one: ValidationSet, width: int, queries: int, shift: float) -> Val
     """A set at its first columns, with some of its queries."""
     some = np.sort(np.random.default_rng(0).permutation(len(one.xq))[:queries])
     mean = np.random.default_rng(1).standard_normal((1, width)).astype(np.float32)
-    xb, xq = (_unit(_unit(x[:, :width]) + shift * _unit(mean)) for x in (one.xb, one.xq[some]))
+    xb, xq = (unit_rows(unit_rows(x[:, :width]) + shift * unit_rows(mean)) for x in (one.xb, one.xq[some]))
     rows = None if one.query_rows is None else one.query_rows[some]
     return dataclasses.replace(one, xb=xb, xq=xq, query_labels=one.query_labels[some], query_rows=rows)
-
-
-def _unit(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
 
 
 def expand(

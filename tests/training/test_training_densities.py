@@ -11,7 +11,7 @@ from lattqe.errors import LattqeError
 from lattqe.evaluation.truth import keep_of_each
 from lattqe.model import LAttQE
 from lattqe.training.checkpoint import Team
-from lattqe.training.densities import DensitySampler, _altered, _around, _clusters
+from lattqe.training.densities import DensitySampler, _altered, _around, _clusters, unit_rows
 from lattqe.training.losses import hop
 from lattqe.training.plan import join
 from lattqe.training.presets import preset
@@ -226,6 +226,12 @@ def test_clusters_are_worlds_of_their_own():
         assert sizes.min() >= 2
 
 
+def test_worlds_that_are_never_altered_are_as_they_are():
+    x = np.random.default_rng(0).standard_normal((50, 16)).astype(np.float32)
+    for seed in range(20):
+        assert np.array_equal(_altered(np.random.default_rng(seed), x, x.std(axis=0), often=0), unit_rows(x))
+
+
 def test_altered_spaces_are_unit_vectors_without_nan():
     x = np.random.default_rng(0).standard_normal((50, 16)).astype(np.float32)
     x[3] = 0
@@ -241,6 +247,9 @@ def test_settings_that_do_not_fit_are_refused():
         ("accumulate=7", "multiple of accumulate"),
         ("sampler=tuples", "learns from worlds"),
         ("validate_densities=0", "whole numbers from 1"),
+        ("altered=1.5", "from 0 to 1"),
+        ("clusters=1", "a share from 0 to below 1"),
+        ("validate_shift=-1", "a number from 0"),
     ):
         with pytest.raises(LattqeError, match=match):
             preset("universal", 16, [*SMALL, setting])
