@@ -208,7 +208,7 @@ def accept_device(name: str, json: bool, place: str | None = None) -> None:
         f"{found['name']} ({found['device']}), torch {found['torch']}, CUDA {found['cuda'] or 'none'}",
         {
             check: ("passed" if said["passed"] else "FAILED")
-            + "".join(f", {what} {value:.3g}" for what, value in said.items() if what != "passed")
+            + "".join(f", {what} {value:,.4g}" for what, value in said.items() if what != "passed")
             for check, said in found["checks"].items()
         },
     )
