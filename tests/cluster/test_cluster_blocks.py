@@ -190,43 +190,56 @@ def wait_for(url, condition):
     return found
 
 
-def test_blocks_deaths_and_copies_are_counted_and_logged(metrics_url, tmp_path):
-    work = Work("squares", rows=lambda block: 10, label=lambda block: f"block-{block}")
-    with logging_to(str(tmp_path / "log"), "test", {}):
+def run_watched(tmp_path, kind, policy, workers, **behaviour):
+    """Eight blocks in a run of this kind: its summary and the lines of its log."""
+    folder = tmp_path / kind
+    folder.mkdir()
+    work = Work(kind, rows=lambda block: 10, label=lambda block: f"block-{block}")
+    with logging_to(str(folder / "log"), "test", {}):
         summary = run_blocks(
-            lambda number: Squares.remote(str(tmp_path), die_on=(2,), hang_on=(5,)),
-            2,
+            lambda number: Squares.remote(str(folder), **behaviour),
+            workers,
             range(8),
             on_done=lambda block, result: None,
-            policy=BlockPolicy(straggler_seconds=0.5),
+            policy=policy,
             work=work,
         )
-    assert summary.actors_lost == 1
-
-    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    events = [line["event"] for line in lines]
+    lines = [json.loads(line) for line in (folder / "log").read_text().splitlines()]
     done = [line for line in lines if line["event"] == "block done"]
     assert sorted(line["block"] for line in done) == [f"block-{number}" for number in range(8)]
-    assert all(line["rows"] == 10 and line["shard"] in (0, 1) and line["kind"] == "squares" for line in done)
-    assert events.count("actor lost") == 1
-    assert events.count("actor started") == 3
-    assert events.count("block retried") == summary.retries >= 1
-    assert events.count("straggler copied") == summary.spare_copies >= 1
+    assert all(line["rows"] == 10 and line["shard"] in (0, 1) and line["kind"] == kind for line in done)
+    return summary, lines
+
+
+def test_blocks_deaths_and_copies_are_counted_and_logged(metrics_url, tmp_path):
+    """A death and a straggler in runs of their own: a copy of the dead actor's block would spare its retry."""
+    died, lines = run_watched(tmp_path, "dying", BlockPolicy(straggler_seconds=1e6), 1, die_on=(2,))
+    events = [line["event"] for line in lines]
+    assert events.count("actor lost") == died.actors_lost == 1
+    assert events.count("actor started") == 2
+    assert events.count("block retried") == died.retries >= 1
+    assert died.spare_copies == 0
     failed = next(line for line in lines if line["event"] == "block failed" and line["block"] == "block-2")
     assert failed["level"] == "warning"
 
-    def total(found, name):
-        return sum(value for (metric, kind, _), value in found.items() if (metric, kind) == (name, "squares"))
+    hung, lines = run_watched(tmp_path, "hanging", BlockPolicy(straggler_seconds=0.5), 2, hang_on=(5,))
+    events = [line["event"] for line in lines]
+    assert events.count("straggler copied") == hung.spare_copies >= 1
+    assert hung.actors_lost == hung.retries == 0
 
-    found = wait_for(metrics_url, lambda found: total(found, "lattqe_blocks_done_total") == 8)
-    assert total(found, "lattqe_rows_done_total") == 80
-    assert total(found, "lattqe_actors_lost_total") == 1
-    assert total(found, "lattqe_retries_total") == summary.retries
-    assert total(found, "lattqe_spare_copies_total") == summary.spare_copies
-    assert total(found, "lattqe_block_seconds_count") == 8
-    for shard, count in summary.blocks_by_worker.items():
-        assert found["lattqe_blocks_done_total", "squares", str(shard)] == count
-    wait_for(metrics_url, lambda found: found.get(("lattqe_rows_per_second", "squares", None)) == 0)
+    def total(found, name, kind):
+        return sum(value for (metric, of, _), value in found.items() if (metric, of) == (name, kind))
+
+    for kind, summary in (("dying", died), ("hanging", hung)):
+        found = wait_for(metrics_url, lambda found, kind=kind: total(found, "lattqe_blocks_done_total", kind) == 8)
+        assert total(found, "lattqe_rows_done_total", kind) == 80
+        assert total(found, "lattqe_actors_lost_total", kind) == summary.actors_lost
+        assert total(found, "lattqe_retries_total", kind) == summary.retries
+        assert total(found, "lattqe_spare_copies_total", kind) == summary.spare_copies
+        assert total(found, "lattqe_block_seconds_count", kind) == 8
+        for shard, count in summary.blocks_by_worker.items():
+            assert found["lattqe_blocks_done_total", kind, str(shard)] == count
+        wait_for(metrics_url, lambda found, kind=kind: found.get(("lattqe_rows_per_second", kind, None)) == 0)
 
 
 def test_rates_and_bytes(metrics_url, tmp_path):
