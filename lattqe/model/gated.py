@@ -20,6 +20,7 @@ from lattqe.model.encoder import Inputs, Output, Stack
 CURVE = (1, 2, 4, 8, 16, 32, 64, 128)  # ranks at which the whole list's similarities are read
 FEATURES = 24 + len(CURVE)
 HEADS_OF_LIST = (3, 8)  # neighbors that are mostly right: likeness to them is the best single sign of relevance
+NO_ROOM = 1e-4  # around the background of a list that is one neighbor, or copies of one: nothing can be read from it
 FRIENDS = 3  # nearest other neighbors: a relevant one has several near it, a chance hit none
 
 
@@ -41,13 +42,14 @@ class Reading:
 
     features (n, t + 1, FEATURES), valid (n, t + 1) bool; relations (2, n, t + 1, t + 1): similarities of the tokens'
     vectors measured from the background, and cosines after taking it away; standard (n, t + 1): similarity to the
-    query in standard deviations of the whole list.
+    query in standard deviations of the whole list; mute (n,) bool: lists that are one neighbor, or copies of one.
     """
 
     features: torch.Tensor
     valid: torch.Tensor
     relations: torch.Tensor
     standard: torch.Tensor
+    mute: torch.Tensor
 
 
 def read(items: torch.Tensor, valid: torch.Tensor, whole: WholeList) -> Reading:
@@ -115,7 +117,9 @@ def read(items: torch.Tensor, valid: torch.Tensor, whole: WholeList) -> Reading:
         *(curve[:, min(r, scores.shape[1]) - 1, None] for r in CURVE),
     ]
     table = torch.stack([each.expand(n, t + 1) for each in features], dim=-1).clamp(-4, 4)
-    return Reading(table, F.pad(valid, (0, 1), value=True), torch.stack([cosines, centred]), standard)
+    return Reading(
+        table, F.pad(valid, (0, 1), value=True), torch.stack([cosines, centred]), standard, 1 - level[:, 0] < NO_ROOM
+    )
 
 
 def _likeness(similarities: torch.Tensor, neighbors: torch.Tensor, m: int) -> torch.Tensor:
@@ -160,16 +164,20 @@ class GatedHead(nn.Module):
         return self.alpha_logit.sigmoid()
 
     def forward(self, tokens: torch.Tensor, reading: Reading, valid: torch.Tensor, dba: bool) -> Output:
-        """Weights (n, t) of the items, the query's 1, a row's its self-loop; tokens (n, t + 1, W), valid (n, t)."""
+        """Weights (n, t) of the items, the query's 1, a row's its self-loop; tokens (n, t + 1, W), valid (n, t).
+
+        A list that says nothing leaves its item as it is.
+        """
         gates = (self.rows if dba else self.queries)(tokens[:, 1:-1], reading.standard[:, 1:-1])
+        gates = gates.masked_fill(reading.mute[:, None], 0)
         own = F.softplus(2 * self.loop(tokens[:, 0]) - 1) if dba else torch.ones_like(tokens[:, 0, :1])
         weights = torch.cat([own, gates], dim=1).masked_fill(~valid, 0)
         logits = None if self.relevance is None else 2 * self.relevance(tokens[:, 1:-1])[..., 0]
         return Output(weights, logits, weights, tokens[:, :-1])
 
-    def share(self, tokens: torch.Tensor) -> torch.Tensor:
+    def share(self, tokens: torch.Tensor, reading: Reading) -> torch.Tensor:
         """How much of the background (n,) is taken away from an expanded query, from 0 to 2."""
-        return 2 * torch.sigmoid(2 * self.beta(tokens[:, -1])[..., 0] - 0.5)
+        return (2 * torch.sigmoid(2 * self.beta(tokens[:, -1])[..., 0] - 0.5)).masked_fill(reading.mute, 0)
 
 
 class GatedTokens(nn.Module):

@@ -119,20 +119,18 @@ class LAttQE(nn.Module):
         if isinstance(self.head, GatedHead):
             reading = read(items, valid, whole)
             x = self.gated(reading, self.stack)
-            found = self.head(x, reading, valid, dba)
+            found, beta = self.head(x, reading, valid, dba), self.head.share(x, reading)
+            length = found.weights.sum(1, keepdim=True)  # sums to 1: a mean that all vectors share stays what it is
         else:
             assert isinstance(self.head, SignedHead)
             relations = relate(items, valid, whole.background, ranks=self.config.positional)
             tokens = self.relational(relations, items, whole.background)
             x = self.stack(Inputs(tokens, relations.valid, torch.stack([relations.cosines, relations.centred])))
-            found = self.head.signed(x, relations, dba)
+            found, beta = self.head.signed(x, relations, dba), self.head.share(x)
+            length = torch.bmm(found.weights[:, None], items)[:, 0].norm(dim=1, keepdim=True)
         if dba:
             return found, items.new_zeros(len(items))
-        if isinstance(self.head, GatedHead):  # sums to 1: a mean that all vectors share stays what it is
-            length = found.weights.sum(1, keepdim=True)
-        else:
-            length = torch.bmm(found.weights[:, None], items)[:, 0].norm(dim=1, keepdim=True)
-        return dataclasses.replace(found, weights=found.weights / length.clamp(min=1e-6)), self.head.share(x)
+        return dataclasses.replace(found, weights=found.weights / length.clamp(min=1e-6)), beta
 
     def save(
         self,

@@ -51,7 +51,7 @@ class TrainingConfig:
     world_classes: float = 0.2  # worlds: smallest share of a set's classes that are present
     world_images: float = 0.3  # worlds: smallest share of those classes' images that are present
     world_rows: int = 3_000  # worlds: largest number of images; more cost time and teach the same
-    widths: tuple[int, ...] = (16, 32, 64, 96, 128, 192, 256, 384)  # densities: first columns taken, beside all of them
+    widths: tuple[int, ...] = (32, 64, 96, 128, 192, 256, 384)  # densities: first columns taken, beside all of them
     synthetic: float = 0.15  # densities: share of worlds of synthetic landmarks, which are long rows and no blobs
     altered: float = 1.0  # densities: times the usual shares of worlds whose space is altered
     clusters: float = 0.0  # densities: share of worlds of Gaussian clusters

@@ -22,13 +22,13 @@ from lattqe.training.sampling import Batch, Members, Stream, draw_k, generator
 WHOLE = 1 << 30  # a class that is not cut
 FEWEST_CLASSES = 6  # a world of fewer has hardly a wrong neighbor to tell from a right one
 FEWEST_ROWS = 400  # of a world, where the set has as many
-TINY, TINY_ROWS = 0.15, 50  # share of worlds that may be smaller, and how small
+TINY, TINY_ROWS = 0.12, 20  # share of worlds that may be smaller, and how small
 ONE_SET = 0.45  # share of the worlds that are made of one set; the others mix two or more
 # Shares of the ways in which classes are cut; what is left: a random part of the classes is cut.
 ALL_WHOLE, ONE_SET_CUT, EACH_CUT = 0.45, 0.3, 0.12
 MOST_CUT = 40  # images of a class in worlds where one set is cut
-WHITENED, SHIFTED = 0.25, 0.35  # shares of the worlds whose space is scaled otherwise, and whose mean is not zero
-NOISY, ROUNDED, BENT, RECTIFIED = 0.12, 0.08, 0.08, 0.1  # shares of those altered in one of these ways besides
+WHITENED, SHIFTED = 0.12, 0.06  # shares of the worlds whose space is scaled otherwise, and whose mean is not zero
+NOISY, ROUNDED, BENT, RECTIFIED = 0.05, 0.03, 0.03, 0.05  # shares of those altered in one of these ways besides
 UNITS = (64, 512)  # columns, at least and at most, of worlds that are never negative
 CLUSTER_WIDTHS, CLUSTER_ROWS = (16, 32, 64, 128, 256, 512), 4_000
 SYNTHETIC_WIDTHS = (64, 128, 256, 512)

@@ -79,6 +79,15 @@ def test_a_mean_that_all_vectors_share_changes_nothing(length, dba):
     assert torch.allclose(alone, beside, atol=1e-4)
 
 
+@pytest.mark.parametrize("neighbors", [1, 6])
+@pytest.mark.parametrize("dba", [False, True])
+def test_one_neighbor_or_copies_of_one_leave_the_item_as_it_is(neighbors, dba):
+    network, items = make(), ranked(3, 2, 16)[:, [0] + neighbors * [1]]
+    weights = network(items, dba=dba, k=6).weights
+    assert (weights[:, 0] > 0).all()
+    assert (weights[:, 1:] == 0).all()
+
+
 def test_a_network_with_content_still_refuses_other_widths():
     content = LAttQEConfig(dim=16, relational=True, relation_bias=True, visual=True, width=16, heads=2, layers=1)
     with pytest.raises(LattqeError, match="20 columns, but this network was made for 16"):
