@@ -19,7 +19,7 @@ from lattqe.cost.augment import weighing_of
 from lattqe.expansion import create
 from lattqe.expansion.rows import augment_rows
 from lattqe.search import FlatIndex, knn_graph
-from lattqe.search.pairing import Clock
+from lattqe.search.rows import Clock
 from lattqe.store.features import normalised
 
 GRAPHS = [

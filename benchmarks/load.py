@@ -14,7 +14,7 @@ from pathlib import Path
 import ray
 
 from cluster.blocks import run_blocks
-from cluster.metrics import Watch, Work
+from cluster.monitor import Watch, Work
 from cluster.session import ray_session
 from jobs.log_file import logging_to
 

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.blocks import ACTOR_LOST, BlockPolicy, check_parts, run_blocks, user_error
-from cluster.metrics import Work
+from cluster.monitor import Tally
 from cluster.session import gpus_available
 from cluster.shards import ShardedIndex
 from lattqe.augmentation import Augmentation, AugmentSummary
@@ -249,7 +249,7 @@ def run_hops(
             schedule.ready(),
             on_done=on_done,
             policy=policy,
-            work=Work("hops", lambda item: hop_rows(item, schedule.cut), traffic=itemgetter("traffic")),
+            work=Tally("hops", lambda item: hop_rows(item, schedule.cut), traffic=itemgetter("traffic")),
             most_at_once=schedule.most_at_once,
         )
         summary.retries += ran.retries
@@ -302,7 +302,7 @@ def build_index(
         items,
         on_done=on_done,
         policy=policy,
-        work=Work("augment", rows, traffic=itemgetter("traffic")),
+        work=Tally("augment", rows, traffic=itemgetter("traffic")),
     )
     summary.took, summary.retries = ran.seconds, ran.retries
     summary.workers_lost, summary.spare_copies = ran.actors_lost, ran.spare_copies

@@ -30,8 +30,7 @@ from jobs.plan import Assume, Plan, setting, tell, this_machine
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
-    from cluster.graph import GraphSummary
-    from cluster.graph_plan import GraphPlan
+    from cluster.graph import GraphPlan, GraphSummary
     from lattqe.cost import Work
     from lattqe.cost.plans import Setting
     from lattqe.search.stored import GraphTask
@@ -218,7 +217,7 @@ def approximate_neighbors(task: "GraphTask", workers: int | None, here: bool) ->
             made = build_approximate(task, bar.advance)
             ran: dict[str, Any] = {"workers": 0}
         else:
-            from cluster.approximate import build_approximate as build_on_ray
+            from cluster.graph import build_approximate as build_on_ray
 
             made, blocks = build_on_ray(task, bar.advance, workers=workers)
             used = len(blocks.blocks_by_worker)

@@ -75,7 +75,7 @@ def cluster_machines(address: str | None) -> "Machines":
     if address is None and not os.environ.get("RAY_ADDRESS"):
         return replace(this_machine(), asked=None)
     with on_ray(address):
-        from cluster.graph_plan import connected_machines
+        from cluster.session import connected_machines
 
         return connected_machines()
 

@@ -221,7 +221,7 @@ def answer(
 ) -> dict[str, Any]:
     """Search the missing parts and publish each; return the seconds it took."""
     from lattqe.expansion.rows import expand_queries
-    from lattqe.search.pairing import Clock
+    from lattqe.search.rows import Clock
     from lattqe.store import ranks_table
 
     clock, missing = Clock(), pending.missing()

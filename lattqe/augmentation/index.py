@@ -31,7 +31,7 @@ from lattqe.expansion.attention import model_inputs
 from lattqe.expansion.base import Expanded, RowSource
 from lattqe.expansion.rows import augment_rows, list_lengths, shared_table, shares
 from lattqe.search.index import StoredIndex
-from lattqe.search.pairing import Clock
+from lattqe.search.rows import Clock
 from lattqe.store import (
     Edges,
     FeatureSet,

@@ -8,8 +8,7 @@ float64 gives the true value in any order of summation, the same as on the CPU. 
 import numpy as np
 import torch
 
-from lattqe.search.coarse import Codes
-from lattqe.search.exact import exact_scores
+from lattqe.search.exact import Codes, exact_scores
 from lattqe.search.products import Block
 
 SUMMABLE_NORMS = 16.0  # product of two norms up to which sums of float16 products are exact: 2^52 multiples of 2^-48

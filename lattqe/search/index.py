@@ -11,9 +11,8 @@ import torch
 from lattqe.device import room_on
 from lattqe.errors import LattqeError
 from lattqe.search.exact import exact_scores, norms, published
-from lattqe.search.pairing import in_lanes
 from lattqe.search.products import Block, Products, TorchProducts, lanes_on
-from lattqe.search.rows import Rows, check_queries, check_rows, in_one, row_range, tiles
+from lattqe.search.rows import Rows, check_queries, check_rows, in_lanes, in_one, row_range, tiles
 from lattqe.search.topk import best_rows
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ import torch
 from lattqe.errors import LattqeError
 from lattqe.search.device_topk import DeviceTopK
 from lattqe.search.exact import best_of, exact_order, exact_scores, just_below, merge, published
-from lattqe.search.pairing import in_lanes
 from lattqe.search.products import Block, Products, TorchProducts, lanes_on, with_room
-from lattqe.search.rows import check_queries, tiles
+from lattqe.search.rows import check_queries, in_lanes, tiles
 
 QUERY_BLOCK = 4096
 MANY_QUERIES = 256  # for each thread: fewer, and the threads share the database instead

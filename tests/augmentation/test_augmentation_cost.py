@@ -11,7 +11,7 @@ from lattqe.expansion.rows import augment_rows
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search import knn_graph
 from lattqe.search.index import StoredIndex
-from lattqe.search.pairing import Clock
+from lattqe.search.rows import Clock
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter
 from lattqe.store.writer import join_features, kept_rows

@@ -13,8 +13,8 @@ from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex, count_above, knn_graph, merge, score, topk
 from lattqe.search import graph as graph_module
 from lattqe.search import products as products_module
-from lattqe.search.pairing import Clock
 from lattqe.search.products import NumpyProducts, TorchProducts
+from lattqe.search.rows import Clock
 
 
 def slow_scores(xq, xb):

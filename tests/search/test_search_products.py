@@ -13,8 +13,7 @@ from test_search_exact import KINDS, data, slow_graph, slow_topk, use_lanes
 from lattqe.device import exact_convolutions
 from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex, device_topk, knn_graph, topk
-from lattqe.search.coarse import FORMATS, encode
-from lattqe.search.exact import exact_scores
+from lattqe.search.exact import FORMATS, encode, exact_scores
 from lattqe.search.products import CPU_KINDS, Block, CoarseTorchProducts, TorchProducts, kinds_for
 
 CPU = torch.device("cpu")
