@@ -41,7 +41,7 @@ def info(
         statistics = graph_statistics(artifact)
         facts["graph"] = statistics.to_dict()
         if figure is not None:
-            from lattqe.report.figures import graph_figure
+            from lattqe.report.views import graph_figure
 
             write_file(figure, graph_figure(statistics).encode())
     elif figure is not None:

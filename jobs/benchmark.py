@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lattqe.benchmark.spec import Run
     from lattqe.cost import Work
     from lattqe.cost.plans import Setting
-    from lattqe.report.figures import Illustration
     from lattqe.report.page import Examples
+    from lattqe.report.views import Illustration
 
 
 def main(

@@ -81,7 +81,7 @@ def main(
     from lattqe.extraction.encoder import EncoderSpec, find_hook_folder, open_encoder, parse_scales
     from lattqe.extraction.image import folder_labels
     from lattqe.store import open_place
-    from lattqe.store.tables import check_dtype
+    from lattqe.store.manifest import check_dtype
 
     if not (checkpoint or encoder or model):
         screen.print("\n".join(HOW_TO_DESCRIBE), markup=False, soft_wrap=True)

@@ -63,7 +63,7 @@ def main(
     from lattqe.formats import open_source
     from lattqe.formats.source import local_files
     from lattqe.store import open_place
-    from lattqe.store.tables import check_dtype
+    from lattqe.store.manifest import check_dtype
 
     for option, file, name in (("ids", ids, ids_key), ("labels", labels, labels_key)):
         if file is not None and name is not None:

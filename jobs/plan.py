@@ -49,8 +49,7 @@ def setting(
             raise LattqeError("--assume belongs to --plan: add --plan, or leave it out")
         return None
     from cluster import runs_here
-    from lattqe.cost import parse_assumption
-    from lattqe.cost.plans import Setting
+    from lattqe.cost.plans import Setting, parse_assumption
 
     if assume is not None:
         machines, here = replace(parse_assumption(assume), asked=workers), False
@@ -203,9 +202,9 @@ def main(
 
     Example: lattqe plan 100000000x512 -k 64 --method paper --assume "nodes=16,gpus=1,tflops=10,price=0.5"
     """
-    from lattqe.cost import Cost, parse_assumption
-    from lattqe.cost.plans import Rows, Setting
-    from lattqe.store.tables import check_dtype
+    from lattqe.cost import Cost
+    from lattqe.cost.plans import Rows, Setting, parse_assumption
+    from lattqe.store.manifest import check_dtype
 
     check_dtype(dtype)
     clusters = [parse_assumption(text) for text in assume or ["nodes=1"]]

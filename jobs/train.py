@@ -326,7 +326,7 @@ def apply(
     Example: lattqe whiten apply features --whitening whitening --to whitened
     """
     from lattqe.store import FeatureSet
-    from lattqe.store.tables import check_dtype
+    from lattqe.store.manifest import check_dtype
     from lattqe.whitening import whiten_features
 
     opened = FeatureSet.open(features)

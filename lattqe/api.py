@@ -18,7 +18,7 @@ from lattqe.augmentation.recipe import is_augmented
 from lattqe.device import gpu_or_none
 from lattqe.errors import LattqeError
 from lattqe.evaluation import GroundTruth, LabelTruth, Scores, score_ranking
-from lattqe.evaluation.stored import JudgedRanks, read_gnd
+from lattqe.evaluation.analysis import JudgedRanks, read_gnd
 from lattqe.expansion import METHODS, create
 from lattqe.expansion.attention import load_network
 from lattqe.expansion.base import Method

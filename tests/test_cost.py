@@ -25,9 +25,9 @@ import jobs.search
 import jobs.train
 from cluster.graph import Progress
 from cluster.graph_worker import GraphWorker
-from lattqe.cost import Cost, Machines, cut_rows, graph_of_pairs, parse_assumption
+from lattqe.cost import Cost, Machines, cut_rows, graph_of_pairs
 from lattqe.cost.augment import weighing
-from lattqe.cost.plans import Rows, Setting
+from lattqe.cost.plans import Rows, Setting, parse_assumption
 from lattqe.cost.work import GET_OPERATIONS, PUT_OPERATIONS, Work
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE, LAttQEConfig

@@ -27,8 +27,8 @@ from lattqe.device import peak_bytes
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import Edges, FeatureSet, MissingFileError, Pending, UnavailableError
 from lattqe.store.manifest import SEAL_BYTES, seal_bytes, unseal_bytes
+from lattqe.store.parts import matrix_column
 from lattqe.store.place import absolute, node_folder, traffic
-from lattqe.store.tables import matrix_column
 
 if TYPE_CHECKING:
     from lattqe.augmentation.recipe import AugmentSummary
