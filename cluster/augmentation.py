@@ -24,10 +24,11 @@ from cluster.monitor import Tally
 from cluster.session import gpus_available
 from cluster.shards import ShardedIndex
 from lattqe.augmentation import Augmentation, AugmentSummary
-from lattqe.augmentation.bands import HopTask, HopWorker, Schedule, until_sound
+from lattqe.augmentation.bands import HopWorker, Schedule, until_sound
 from lattqe.augmentation.bands import Item as HopItem
 from lattqe.augmentation.bands import rows_of as hop_rows
 from lattqe.augmentation.index import Item, items_to_do, rows_of, worker_class
+from lattqe.augmentation.recipe import HopTask
 from lattqe.cost.augment import WorkerMemory, augmentation_memory, hop_buffers, weighing_of
 from lattqe.cost.work import Stored
 from lattqe.errors import LattqeError

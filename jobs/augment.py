@@ -133,7 +133,7 @@ def main(
 
 def chosen_hops(method: "Method", hops: int | None, alpha: float | None) -> tuple[int, float]:
     """The hops and the share that were asked for, or the method's own."""
-    from lattqe.augmentation.hops import check_hops
+    from lattqe.expansion.base import check_hops
 
     hops = method.default_hops if hops is None else hops
     if hops == 1 and alpha is not None:

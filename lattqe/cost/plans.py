@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lattqe.augmentation.bands import Cut
+from lattqe.augmentation.recipe import Cut
 from lattqe.cost import stages
 from lattqe.cost.augment import Weighing, augmentation, hops, weighing_of
 from lattqe.cost.graph import graph_here
