@@ -76,7 +76,13 @@ VERBS = (
         "a feature set → its augmented index",
         "lattqe augment features --model model --to index",
     ),
-    Verb("append", "jobs.append", "rows join or leave an augmented index", "lattqe append index new-rows --to index2"),
+    Verb(
+        "append",
+        "jobs.augment",
+        "rows join or leave an augmented index",
+        "lattqe append index new-rows --to index2",
+        "append_app",
+    ),
     Verb(
         "search",
         "jobs.search",

@@ -13,13 +13,13 @@ from jobs.console import (
     command,
     human_bytes,
     interruptible,
+    logged,
     print_json,
     progress_bar,
     run,
     screen,
     show_table,
 )
-from jobs.log_file import logged
 from jobs.plan import Assume, Plan, setting, tell
 from lattqe.errors import LattqeError
 

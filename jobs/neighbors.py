@@ -11,22 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jobs.console import (
-    Address,
-    Cache,
     Json,
     ProgressBar,
-    Workers,
     command,
     human_bytes,
     human_time,
-    on_ray,
     print_json,
     progress_bar,
     run,
     screen,
     show_table,
 )
-from jobs.plan import Assume, Plan, setting, tell, this_machine
+from jobs.plan import Address, Assume, Cache, Plan, Workers, on_ray, setting, tell, this_machine
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:

@@ -1,20 +1,35 @@
-"""What a job takes before it runs: `--plan` of every job, and plans for sets and clusters that are not there."""
+"""What a job takes before it runs: `--plan` of every job, and plans for sets and clusters that are not there.
+
+And the options that say where it runs.
+"""
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import command, human_bytes, human_time, on_ray, print_json, run, show_table
+from jobs.console import command, human_bytes, human_time, print_json, run, screen, show_table
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
     from lattqe.cost import Cost, Machines, Work
     from lattqe.cost.plans import Rows, Setting
 
+# Options that several jobs have.
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Ray workers; by default none up to 50,000 rows, which are "
+        "worked on in this process, else one for each GPU, or CPU.",
+    ),
+]
+Address = Annotated[str | None, typer.Option(help="A running Ray cluster; by default $RAY_ADDRESS, or this machine.")]
+Cache = Annotated[str | None, typer.Option(help="Node-local folder for rows that live on S3.")]
 # Options of every job that does sizeable work.
 Plan = Annotated[
     bool,
@@ -30,6 +45,20 @@ Assume = Annotated[
     ),
 ]
 DISK_SPEED = 1e9  # bytes a second of a local disk: assumed
+
+
+@contextmanager
+def on_ray(address: str | None = None) -> Iterator[None]:
+    """A Ray session around the body; that one starts is told, because it takes seconds."""
+    import ray
+
+    from cluster.session import ray_session
+
+    if not ray.is_initialized():
+        where = address or os.environ.get("RAY_ADDRESS")
+        screen.print(f"joining the Ray cluster at {where}…" if where else "starting Ray…", markup=False)
+    with ray_session(address):
+        yield
 
 
 def setting(
@@ -321,6 +350,5 @@ def decimal(size: float) -> str:
 
 
 app = command(main)
-
 if __name__ == "__main__":
     run(app)

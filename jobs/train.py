@@ -13,6 +13,7 @@ from jobs.console import (
     command,
     human_bytes,
     interruptible,
+    logged,
     note_approximate,
     print_json,
     progress_bar,
@@ -20,7 +21,6 @@ from jobs.console import (
     screen,
     show_table,
 )
-from jobs.log_file import logged
 from jobs.plan import Assume, Plan, setting, tell
 from lattqe.errors import LattqeError
 
