@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from lattqe.search.exact import merge
+from lattqe.search.index import search_block
 from lattqe.search.products import Block, Products, with_room
 from lattqe.search.rows import Clock, all_pairs, in_lanes, in_threads, run_pairs, tiles
-from lattqe.search.topk import DeviceTopK, RunningTopK, capacity_for, running_topk, search_block
+from lattqe.search.topk import DeviceTopK, RunningTopK, capacity_for, running_topk
 
 WIDE_BYTES = 256 << 20  # of one block's float32 copy
 CANDIDATE_BYTES = 384 << 20  # of one block's running top-k

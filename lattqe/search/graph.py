@@ -23,10 +23,9 @@ import torch
 from lattqe.errors import LattqeError
 from lattqe.search.compare import Lists, compare_between, compare_within, rows_per_block
 from lattqe.search.exact import best_of, exact_scores, float32_error, just_below, merge, published
-from lattqe.search.index import pair_scores
+from lattqe.search.index import best_rows, pair_scores, search_block
 from lattqe.search.products import Block, Products, kinds_for, lanes_on
 from lattqe.search.rows import Clock, Rows, check_rows, row_range, tiles
-from lattqe.search.topk import best_rows, search_block
 
 TRIAL_ROWS, HOPELESS = 256, 3.0  # a kind that is so many times slower on a small trial is not measured further
 SPARE = 32  # candidates beyond k: enough that few rows of ordinary data go without a certificate

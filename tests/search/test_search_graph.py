@@ -9,9 +9,9 @@ from test_search_exact import KINDS, data, slow_graph, unit
 from lattqe.errors import LattqeError
 from lattqe.search import graph, knn_graph
 from lattqe.search.graph import faiss_graph, faiss_lists, update_graph
+from lattqe.search.index import search_block
 from lattqe.search.products import Block, NumpyProducts
 from lattqe.search.rows import Clock
-from lattqe.search.topk import search_block
 
 
 @pytest.mark.parametrize("kind", KINDS)

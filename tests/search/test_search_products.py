@@ -12,7 +12,7 @@ from test_search_exact import KINDS, data, slow_graph, slow_topk, use_lanes
 
 from lattqe.device import exact_convolutions
 from lattqe.errors import LattqeError
-from lattqe.search import FlatIndex, device_topk, knn_graph, topk
+from lattqe.search import FlatIndex, index, knn_graph, topk
 from lattqe.search.exact import FORMATS, encode, exact_scores
 from lattqe.search.products import CPU_KINDS, Block, CoarseTorchProducts, TorchProducts, kinds_for
 
@@ -163,7 +163,7 @@ def test_tiles_are_halved_until_the_device_has_room(monkeypatch):
     for found, expected in zip(knn_graph(xb, 9), slow_graph(xb, 9)):
         np.testing.assert_array_equal(found, expected)
     assert (products.tile, products.refused) == (128, 2)
-    monkeypatch.setattr(topk_module, "lanes_on", lambda device: nullcontext([CrampedProducts(40_000)]))
+    monkeypatch.setattr(index, "lanes_on", lambda device: nullcontext([CrampedProducts(40_000)]))
     np.testing.assert_array_equal(topk(xb[:300], xb, 7)[1], slow_topk(xb[:300], xb, 7)[1])
     use_lanes(monkeypatch, [CrampedProducts(10)])
     with pytest.raises(LattqeError, match="no memory left, even for tiles of 64 rows"):
@@ -176,7 +176,7 @@ def test_float16_rows_are_scored_on_the_device(kind, monkeypatch):
     rng = np.random.default_rng(5)
     xb = np.concatenate([data(rows, rng, 200, 32, np.float16) for rows in ("random", "duplicates", "near")])
     expected = knn_graph(xb, 11)
-    monkeypatch.setattr(device_topk, "exact_scores", None)
+    monkeypatch.setattr(topk_module, "exact_scores", None)
     use_lanes(monkeypatch, [MAKE[f"torch device {kind}"](tile=128)])
     for block_rows in (None, 170):
         for found, wanted in zip(knn_graph(xb, 11, block_rows=block_rows), expected):
