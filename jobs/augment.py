@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jobs.console import Json, command, note_approximate, progress_bar, run, screen, show_table
-from jobs.index import NAMES, augment, augment_here, checked_device, method_options, method_params, report
+from jobs.index import NAMES, Made, augment, augment_here, checked_device, method_options, method_params, report
 from jobs.plan import Address, Assume, Cache, Plan, Workers, on_ray, setting, tell
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
     from collections import Counter
 
-    from lattqe.augmentation import GrowthCost, Recipe
+    from lattqe.augmentation import Augmentation, GrowthCost, Recipe
     from lattqe.augmentation.growth import Growth
     from lattqe.cost import Work
     from lattqe.cost.plans import Setting
@@ -27,46 +27,52 @@ if TYPE_CHECKING:
 REACHES = ("auto", "map", "shards")
 
 
+Neighbors = Annotated[
+    int | None,
+    typer.Option(
+        "-k", min=1, help="Neighbors for each row; by default the model's nDBA, or the paper's for the method."
+    ),
+]
+Hops = Annotated[
+    int | None,
+    typer.Option(
+        help="1: each row from its own neighbors. Above, to 64: features flow so "
+        "many times over the weighted edges of all rows; by default the "
+        "model's number, or 1."
+    ),
+]
+HopAlpha = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of a hop that comes from the neighbors, between 0 and 1; by default what the model learned, or 0.9."
+    ),
+]
+Graph = Annotated[
+    str | None, typer.Option(help="The features' neighbor graph; by default computed and kept in TO/neighbors.")
+]
+Reach = Annotated[
+    str,
+    typer.Option(
+        help="How workers reach all vectors: map (a mapped copy on each node), shards "
+        "(gathered from actors that share them), auto."
+    ),
+]
+
+
 @method_options
 def main(
     features: Annotated[str, typer.Argument(help="The feature set: a folder or s3://bucket/prefix.")],
     to: Annotated[str, typer.Option("--to", help="Where the augmented index goes.")],
     method: Annotated[str, typer.Option(help=f"One of {NAMES}.")] = "lattqe",
     params: dict[str, Any] | None = None,
-    k: Annotated[
-        int | None,
-        typer.Option(
-            "-k", min=1, help="Neighbors for each row; by default the model's nDBA, or the paper's for the method."
-        ),
-    ] = None,
-    hops: Annotated[
-        int | None,
-        typer.Option(
-            help="1: each row from its own neighbors. Above, to 64: features flow so "
-            "many times over the weighted edges of all rows; by default the "
-            "model's number, or 1."
-        ),
-    ] = None,
-    hop_alpha: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of a hop that comes from the neighbors, between 0 and "
-            "1; by default what the model learned, or 0.9."
-        ),
-    ] = None,
-    neighbors: Annotated[
-        str | None, typer.Option(help="The features' neighbor graph; by default computed and kept in TO/neighbors.")
-    ] = None,
+    k: Neighbors = None,
+    hops: Hops = None,
+    hop_alpha: HopAlpha = None,
+    neighbors: Graph = None,
     workers: Workers = None,
     address: Address = None,
     cache: Cache = None,
-    reach: Annotated[
-        str,
-        typer.Option(
-            help="How workers reach all vectors: map (a mapped copy on each node), shards "
-            "(gathered from actors that share them), auto."
-        ),
-    ] = "auto",
+    reach: Reach = "auto",
     faiss: Annotated[str | None, typer.Option(help="Also write a faiss index to this file.")] = None,
     factory: Annotated[str | None, typer.Option(help="Its faiss factory string, such as 'IVF1024,PQ16'.")] = None,
     plan: Plan = False,
@@ -77,12 +83,11 @@ def main(
 
     Example: lattqe augment features --method lattqe --model model -k 48 --to index
     """
-    from cluster import runs_here
-    from lattqe.augmentation import GRAPH, Augmentation, describe
+    from lattqe.augmentation import GRAPH, Augmentation
     from lattqe.cost import plans
     from lattqe.expansion import create
-    from lattqe.store import FeatureSet, find_manifest, open_place
-    from lattqe.store.pending import refuse_unlike
+    from lattqe.store import FeatureSet
+    from lattqe.store.export import export_features
 
     check_reach(reach)
     original = FeatureSet.open(features)
@@ -97,30 +102,47 @@ def main(
         works = plans.augment_by(original, theta, k, hops, where, graph=given, shards=shards)
         tell(works, where, not original.place.is_local, json)
         return
-    known = {"kind": "features", "config": describe(method, k, params, hops, hop_alpha)}
-    known["inputs"] = {"features": original.as_input()}
-    refuse_unlike(open_place(to), known)  # before a graph or edges are put there
-    if k >= original.rows:
-        note = (
-            f"note: {original.rows:,} rows have {original.rows - 1:,} neighbors each: all of them are weighed, not {k}"
-        )
-        screen.print(note, markup=False, soft_wrap=True)
-    own_graph = f"{to.rstrip('/')}/{GRAPH}"
-    done = find_manifest(open_place(to)) if given or find_manifest(open_place(own_graph)) else None
-    here = done is not None or (reach == "auto" and runs_here(original.rows, workers, address))
-    with nullcontext() if here else on_ray(address):
-        if done is None:
-            checked_device(theta, here)  # before a graph is computed for nothing
-        graph = given or computed_graph(original, own_graph, theta.depth(k), workers, cache, here)
-        task = Augmentation(original.uri, graph.uri, to, method, k, params, cache, hops=hops, hop_alpha=hop_alpha)
-        made = augment_here(task, done) if here else augment(task, workers, reach)
-    if done is not None:
-        screen.print(f"{to} is already up to date", markup=False, soft_wrap=True)
+    graph = given.uri if given is not None else f"{to.rstrip('/')}/{GRAPH}"
+    task = Augmentation(original.uri, graph, to, method, k, params, cache, hops=hops, hop_alpha=hop_alpha)
+    made = made_index(task, original, theta, given is not None, workers, address, reach)
     if faiss is not None:
-        from lattqe.store.export import export_features
-
         export_features(FeatureSet.open(to), faiss, factory)
     report("augmented", made, json)
+
+
+def made_index(
+    task: "Augmentation",
+    original: "FeatureSet",
+    method: "Method",
+    given_graph: bool,
+    workers: int | None,
+    address: str | None,
+    reach: str,
+) -> Made:
+    """The index, found finished, or made in this process or on Ray; its graph first, unless that is given."""
+    from cluster import runs_here
+    from lattqe.augmentation import describe
+    from lattqe.store import find_manifest, open_place
+    from lattqe.store.pending import refuse_unlike
+
+    place, rows = open_place(task.to), original.rows
+    config = describe(task.method, task.k, task.params, task.hops, task.hop_alpha)
+    inputs = {"features": original.as_input()}
+    refuse_unlike(place, {"kind": "features", "config": config, "inputs": inputs})  # before anything is put there
+    if task.k >= rows:
+        note = f"note: {rows:,} rows have {rows - 1:,} neighbors each: all of them are weighed, not {task.k}"
+        screen.print(note, markup=False, soft_wrap=True)
+    done = find_manifest(place) if given_graph or find_manifest(open_place(task.graph)) else None
+    here = done is not None or (reach == "auto" and runs_here(rows, workers, address))
+    with nullcontext() if here else on_ray(address):
+        if done is None:
+            checked_device(method, here)  # before a graph is computed for nothing
+        if not given_graph:
+            compute_graph(original, task.graph, method.depth(task.k), workers, task.cache, here)
+        made = augment_here(task, done) if here else augment(task, workers, reach)
+    if done is not None:
+        screen.print(f"{task.to} is already up to date", markup=False, soft_wrap=True)
+    return made
 
 
 def chosen_hops(method: "Method", hops: int | None, alpha: float | None) -> tuple[int, float]:
@@ -160,13 +182,10 @@ def given_graph(uri: str, original: "FeatureSet", k: int) -> "NeighborGraph":
     return graph
 
 
-def computed_graph(
-    original: "FeatureSet", to: str, k: int, workers: int | None, cache: str | None, here: bool
-) -> "NeighborGraph":
+def compute_graph(original: "FeatureSet", to: str, k: int, workers: int | None, cache: str | None, here: bool) -> None:
     """Compute the features' graph, or finish what an earlier run left."""
     from jobs.neighbors import neighbors, neighbors_here
     from lattqe.search.stored import GraphTask, begin_graph
-    from lattqe.store import NeighborGraph
 
     task = GraphTask(original.uri, to, k, None, None, cache)
     if begin_graph(task).finished is None:
@@ -174,12 +193,9 @@ def computed_graph(
             neighbors_here(task)
         else:
             neighbors(task, workers)
-    return NeighborGraph.open(to)
 
 
 app = command(main)
-if __name__ == "__main__":
-    run(app)
 
 
 def append(
@@ -287,3 +303,6 @@ def _read_ids(path: Path | None) -> list[str]:
 
 
 append_app = command(append)
+
+if __name__ == "__main__":
+    run(app)

@@ -20,15 +20,11 @@ if TYPE_CHECKING:
     from cluster.benchmark import Bench
     from lattqe.benchmark.density import DensityCell
     from lattqe.benchmark.spec import Run
-    from lattqe.cost import Work
-    from lattqe.cost.plans import Setting
     from lattqe.report.page import Examples
     from lattqe.report.views import Illustration
 
 
 # Options of presets.
-Data = Annotated[str | None, typer.Option(help="Where a preset's data lie.")]
-Model = Annotated[str | None, typer.Option(help="The trained model for a preset.")]
 Ablations = Annotated[str | None, typer.Option(help="Table 2 for a preset: the folder of a finished lattqe ablate.")]
 Columns = Annotated[
     list[int] | None,
@@ -72,8 +68,8 @@ def main(
         typer.Argument(metavar="RUN.toml", help=f"What to measure: a TOML file, or a preset: {', '.join(PRESETS)}."),
     ],
     to: Annotated[str, typer.Option("--to", help="The run's folder: cells, graphs, results and report.")],
-    data: Data = None,
-    model: Model = None,
+    data: Annotated[str | None, typer.Option(help="Where a preset's data lie.")] = None,
+    model: Annotated[str | None, typer.Option(help="The trained model for a preset.")] = None,
     ablations: Ablations = None,
     only: Only = None,
     columns: Columns = None,
@@ -93,6 +89,7 @@ def main(
 
     Example: lattqe benchmark run.toml --to results
     """
+    from cluster.benchmark import Bench, plan_cells
     from cluster.session import ray_session
     from lattqe.store import open_place
 
@@ -103,7 +100,7 @@ def main(
         return
     chosen = selected(chosen, only or [])
     if (where := setting(plan, assume, 0, workers, address)) is not None:
-        tell(planned(chosen, to, workers, shards, where), where, not open_place(to).is_local, json)
+        tell(plan_cells(Bench(chosen, to, workers, shards), where), where, not open_place(to).is_local, json)
         return
     bench = measured(chosen, to, workers, shards, partial(ray_session, address))
     results, report = reported(chosen, cells, bench, to, images)
@@ -149,37 +146,6 @@ def reported(
         return results, publish(results, to, page=partial(render_page, examples=look(results, chosen, images)))
     results = {**gains(chosen, cells, bench), **facts(chosen, bench)}
     return results, publish(results, to, density_illustrations(results), render_density, density_csv)
-
-
-def planned(chosen: "Run", to: str, workers: int | None, shards: int | None, where: "Setting") -> "list[Work]":
-    """What the cells take that are needed next; which ones come after them is chosen by what they measure."""
-    from cluster import runs_here
-    from cluster.benchmark import Bench
-    from lattqe.benchmark.cells import method_of
-    from lattqe.benchmark.spec import GRAPH_METHODS
-    from lattqe.cost import plans
-    from lattqe.cost.augment import weighing_of
-    from lattqe.cost.stages import measuring, summed
-
-    bench = Bench(chosen, to, workers, shards)
-    made, searches, known, cells = [], [], set(), bench.cells_to_do()
-    for (dataset, distractors, dba), group in bench.groups(cells).items():
-        sets = [bench.inputs[dataset].database]
-        sets += [bench.distractors[dataset, distractors]] if distractors is not None else []
-        rows, asked = sum(each.rows for each in sets), bench.inputs[dataset].queries
-        here = replace(where, here=where.here and runs_here(rows, workers))
-        searches.append(measuring(rows, asked.rows, asked.dim, len(group), here.machines))
-        if dba is None or dba.method in GRAPH_METHODS:
-            continue
-        joined = plans.Rows.sized(rows, asked.dim, asked.dtype)
-        weighs = weighing_of(method_of(dba, dba=True), dba.k, asked.dim, rows)
-        found = plans.augment(joined, weighs, dict(dba.params).get("hops", 1), here)
-        there = tuple(each.digest for each in sets) in bench.indexes.known or (dataset, distractors) in known
-        made += found[1:] if there else found  # all methods share one graph
-        known.add((dataset, distractors))
-    names = list(dict.fromkeys(work.stage for work in made))
-    works = [summed(name, [work for work in made if work.stage == name]) for name in names]
-    return [*works, summed("cells", searches, cells=f"{len(cells):,} now; what they measure chooses more")]
 
 
 def selected(chosen: "Run", only: list[str]) -> "Run":

@@ -219,14 +219,6 @@ def human_bytes(count: float) -> str:
     raise AssertionError
 
 
-def human_time(seconds: float) -> str:
-    """95 -> '95 s', 3900 -> '1 h 05 min'."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 class ProgressBar:
     """A bar with rate and ETA on a terminal, a line every few seconds elsewhere (CI, `ray job submit` logs)."""
 
@@ -358,6 +350,19 @@ def command(function: Callable[..., Any]) -> typer.Typer:
     verb = None if function.__name__ == "main" else function.__name__
     app.command(cls=PlainCommand)(interruptible(logged(function, verb)))
     return app
+
+
+def group(verb: str, line: str) -> tuple[typer.Typer, Callable[[Callable[..., Any]], Any]]:
+    """The application of a verb that has several commands, and what makes a function one of them, by its name."""
+    app = typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", help=line, no_args_is_help=True
+    )
+
+    def add(function: Callable[..., Any]) -> Any:
+        name = function.__name__.replace("_", "-")
+        return app.command(name, cls=PlainCommand)(interruptible(logged(function, f"{verb} {name}")))
+
+    return app, add
 
 
 class PlainCommand(TyperCommand):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import command, human_bytes, human_time, print_json, run, screen, show_table
+from jobs.console import command, human_bytes, print_json, run, screen, show_table
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
@@ -197,6 +197,14 @@ def money(cost: "Cost") -> str:
     if not cost.machines.price:
         return f'no price is known: --assume "price=0.5" (dollars for a node and hour){asked}'
     return f"${cost.dollars:,.2f} with 10 minutes for the nodes to start{asked}"
+
+
+def human_time(seconds: float) -> str:
+    """95 -> '95 s', 3900 -> '1 h 05 min'."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def amount(value: float, unit: str) -> str:

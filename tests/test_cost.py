@@ -15,13 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from training_sets import TINY, write_set
 
 import jobs.augment
-import jobs.benchmark
 import jobs.extract
 import jobs.import_
 import jobs.neighbors
 import jobs.plan
 import jobs.search
 import jobs.train
+from cluster.benchmark import Bench, plan_cells
 from cluster.graph import Progress
 from cluster.graph_worker import GraphWorker
 from lattqe.cost import Cost, Machines, cut_rows, graph_of_pairs
@@ -158,7 +158,7 @@ def test_other_jobs_are_planned_too_and_write_nothing(tmp_path, capsys):
 
 def test_a_benchmark_is_planned_as_far_as_it_is_chosen(tmp_path):
     chosen = small_run(tmp_path / "data")
-    works = jobs.benchmark.planned(chosen, f"{tmp_path}/results", None, None, Setting(Machines(asked=1), here=True))
+    works = plan_cells(Bench(chosen, f"{tmp_path}/results"), Setting(Machines(asked=1), here=True))
     assert works[-1].stage == "cells"
     assert works[-1].products > 0
     assert not (tmp_path / "results").exists()
