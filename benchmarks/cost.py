@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 
-from lattqe.augmentation.hops import directed, hopped, transition
 from lattqe.cost.augment import weighing_of
 from lattqe.expansion import create
+from lattqe.expansion.diffusion import directed, hopped, transition
 from lattqe.expansion.rows import augment_rows
 from lattqe.search import FlatIndex, knn_graph
-from lattqe.search.pairing import Clock
+from lattqe.search.rows import Clock
 from lattqe.store.features import normalised
 
 GRAPHS = [

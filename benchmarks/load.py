@@ -14,9 +14,9 @@ from pathlib import Path
 import ray
 
 from cluster.blocks import run_blocks
-from cluster.metrics import Watch, Work
+from cluster.monitor import Watch, Work
 from cluster.session import ray_session
-from jobs.log_file import logging_to
+from jobs.console import logging_to
 
 
 @ray.remote(num_cpus=1)

@@ -20,14 +20,15 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.blocks import ACTOR_LOST, BlockPolicy, check_parts, run_blocks, user_error
-from cluster.metrics import Work
+from cluster.monitor import Tally
 from cluster.session import gpus_available
 from cluster.shards import ShardedIndex
 from lattqe.augmentation import Augmentation, AugmentSummary
-from lattqe.augmentation.bands import HopTask, HopWorker, Schedule, until_sound
+from lattqe.augmentation.bands import HopWorker, Schedule, until_sound
 from lattqe.augmentation.bands import Item as HopItem
 from lattqe.augmentation.bands import rows_of as hop_rows
 from lattqe.augmentation.index import Item, items_to_do, rows_of, worker_class
+from lattqe.augmentation.recipe import HopTask
 from lattqe.cost.augment import WorkerMemory, augmentation_memory, hop_buffers, weighing_of
 from lattqe.cost.work import Stored
 from lattqe.errors import LattqeError
@@ -249,7 +250,7 @@ def run_hops(
             schedule.ready(),
             on_done=on_done,
             policy=policy,
-            work=Work("hops", lambda item: hop_rows(item, schedule.cut), traffic=itemgetter("traffic")),
+            work=Tally("hops", lambda item: hop_rows(item, schedule.cut), traffic=itemgetter("traffic")),
             most_at_once=schedule.most_at_once,
         )
         summary.retries += ran.retries
@@ -302,7 +303,7 @@ def build_index(
         items,
         on_done=on_done,
         policy=policy,
-        work=Work("augment", rows, traffic=itemgetter("traffic")),
+        work=Tally("augment", rows, traffic=itemgetter("traffic")),
     )
     summary.took, summary.retries = ran.seconds, ran.retries
     summary.workers_lost, summary.spare_copies = ran.actors_lost, ran.spare_copies

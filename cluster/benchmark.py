@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,6 +23,10 @@ from lattqe.augmentation import Augmentation, begin_index, build_index
 from lattqe.benchmark.cells import Cell, Inputs, Measured, finished_graphs, measure, method_of
 from lattqe.benchmark.choosing import missing_cells
 from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting, graph_method
+from lattqe.cost import Work, plans
+from lattqe.cost.augment import weighing_of
+from lattqe.cost.plans import Setting as Where
+from lattqe.cost.stages import measuring, summed
 from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS
 from lattqe.expansion.diffusion import MOST_ROWS, GraphRows
@@ -327,3 +332,25 @@ class Indexes:
         else:
             on_ray.build_index(task, advance, workers=self.workers, pending=pending)
         pending.finish()
+
+
+def plan_cells(bench: Bench, where: Where) -> list[Work]:
+    """What the cells take that are needed next; which ones come after them is chosen by what they measure."""
+    made, searches, known, cells = [], [], set(), bench.cells_to_do()
+    for (dataset, distractors, dba), group in bench.groups(cells).items():
+        sets = [bench.inputs[dataset].database]
+        sets += [bench.distractors[dataset, distractors]] if distractors is not None else []
+        rows, asked = sum(each.rows for each in sets), bench.inputs[dataset].queries
+        here = replace(where, here=where.here and runs_here(rows, bench.indexes.workers))
+        searches.append(measuring(rows, asked.rows, asked.dim, len(group), here.machines))
+        if dba is None or dba.method in GRAPH_METHODS:
+            continue
+        joined = plans.Rows.sized(rows, asked.dim, asked.dtype)
+        weighs = weighing_of(method_of(dba, dba=True), dba.k, asked.dim, rows)
+        found = plans.augment(joined, weighs, dict(dba.params).get("hops", 1), here)
+        there = tuple(each.digest for each in sets) in bench.indexes.known or (dataset, distractors) in known
+        made += found[1:] if there else found  # all methods share one graph
+        known.add((dataset, distractors))
+    names = list(dict.fromkeys(work.stage for work in made))
+    works = [summed(name, [work for work in made if work.stage == name]) for name in names]
+    return [*works, summed("cells", searches, cells=f"{len(cells):,} now; what they measure chooses more")]

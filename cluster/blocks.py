@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from cluster.metrics import Watch, Work
+from cluster.monitor import Tally, Watch
 from lattqe.errors import LattqeError
 from lattqe.store import Pending
 
@@ -83,7 +83,7 @@ class _BlockRun(Generic[Block]):
         blocks: Iterable[Block],
         method: str,
         policy: BlockPolicy,
-        work: Work,
+        work: Tally,
         most_at_once: int = 0,
     ) -> None:
         self.make_worker, self.method, self.policy, self.work = make_worker, method, policy, work
@@ -292,7 +292,7 @@ def run_blocks(
     method: str = "run",
     on_done: Callable[[Block, Any], Iterable[Block] | None],
     policy: BlockPolicy | None = None,
-    work: Work | None = None,
+    work: Tally | None = None,
     room: Callable[[], int] | None = None,
     most_at_once: int = 0,
 ) -> BlockSummary:
@@ -306,7 +306,7 @@ def run_blocks(
     `work` says how the blocks are called and counted in logs and metrics.
     Raises the actor's own LattqeError at once, and anything else after `policy.max_failures` retries of one block.
     """
-    state = _BlockRun(make_worker, workers, blocks, method, policy or BlockPolicy(), work or Work(), most_at_once)
+    state = _BlockRun(make_worker, workers, blocks, method, policy or BlockPolicy(), work or Tally(), most_at_once)
     started = time.monotonic()
     try:
         while state.remaining:

@@ -9,7 +9,7 @@ import numpy as np
 import ray
 
 from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
-from cluster.metrics import Work
+from cluster.monitor import Tally
 from cluster.session import gpus_available, require_resources
 from lattqe.errors import LattqeError
 from lattqe.extraction.encoder import EncoderSpec, open_encoder
@@ -133,5 +133,5 @@ def extract_blocks(
         blocks,
         on_done=lambda _, report: on_done(report),
         policy=POLICY,
-        work=Work("extract", lambda block: part_rows[block], traffic=attrgetter("traffic")),
+        work=Tally("extract", lambda block: part_rows[block], traffic=attrgetter("traffic")),
     )

@@ -2,14 +2,17 @@
 
 The rows are cut into blocks, and every pair of blocks is one piece of work. A worker loads both, continues their lists
 and writes them back, so it holds two blocks and their running top-k and nothing else; and no two workers have the same
-block at once (`lattqe.search.pairing`). All progress is in storage, in files that depend on nothing but which blocks
-were compared (`cluster.lists`): any process may die at any time, and the same command goes on where it stopped.
+block at once (`lattqe.search.rows.Pairing`). All progress is in storage, in files that depend on nothing but which
+blocks were compared (`cluster.graph_worker`): any process may die at any time, and the same command goes on where it
+stopped.
 
 Lists are rewritten after every pair. Where moving them would take longer than the products, blocks have owners
 instead (the schedule "rows"): a piece of work is one block, all other rows pass it, and its lists are written once.
 
 With a second set whose own graph is known, rows of that set are not compared with each other again: they only meet the
 rows of the first set, and what they find is merged into their known lists at the end.
+
+Of an approximate graph the driver finds the clusters; then each worker makes parts by itself.
 """
 
 import time
@@ -23,16 +26,127 @@ import numpy as np
 import ray
 
 from cluster.blocks import BlockPolicy, BlockSummary, check_parts, run_blocks
-from cluster.graph_plan import Cut, GraphPlan, agree_on_cut, places, plan_graph
-from cluster.graph_worker import GraphWorker, Item
-from cluster.lists import find_lists
-from cluster.metrics import Work
+from cluster.graph_worker import (
+    GraphWorker,
+    Item,
+    agree_on_cut,
+    check_disk,
+    find_lists,
+    measure_worker,
+    places,
+    threads_for,
+    worker_budget,
+)
+from cluster.monitor import Tally
+from cluster.session import connected_machines, gpus_available, require_resources
+from lattqe.cost.graph import Cut
+from lattqe.cost.rows import COSTS, graph_on_ray
+from lattqe.cost.work import Machines, Stored, Work
 from lattqe.errors import LattqeError
-from lattqe.search.pairing import Pairing
-from lattqe.search.stored import GraphTask, begin_graph
+from lattqe.search.rows import Pairing, in_one
+from lattqe.search.stored import (
+    Approximated,
+    ClusterWorker,
+    GraphTask,
+    agree_on_clusters,
+    begin_graph,
+    check_sets,
+    open_sets,
+)
 from lattqe.store import Pending, find_manifest
 
+ROWS_PER_WORKER = 12_288  # for a further worker to be worth starting
 MAX_STALE = 100
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """The plan, in numbers; `cut` may be replaced by that of an earlier run."""
+
+    sets: tuple[Stored, ...]
+    dim: int
+    dtype: str
+    k: int
+    cut: Cut
+    work: Work  # what is computed, moved and held
+    machines: Machines  # with as many workers as there will be
+    resources: dict[str, float]
+    kind: str  # of products, the fastest on a sample of the rows
+    grows: bool  # whether nodes that join get workers too
+    facts: dict[str, Any]  # what else decides the cost, as `lattqe.cost.graph.graph_of_pairs` takes it
+
+    def continued(self, cut: Cut) -> "GraphPlan":
+        """The plan of a run that goes on with the cut of an earlier one."""
+        if cut == self.cut:
+            return self
+        work = COSTS[cut.schedule](self.sets, self.dim, self.k, cut, self.machines, **self.facts)
+        told = {"schedule": f"{cut.schedule}: an earlier run began with it"}
+        return replace(self, cut=cut, work=replace(work, facts=work.facts | told))
+
+    @property
+    def products_per_second(self) -> float:
+        """Of one worker, with selection and exact scores."""
+        return self.facts["products_per_second"]
+
+    @property
+    def rows(self) -> int:
+        """Rows of all sets."""
+        return self.work.rows
+
+    @property
+    def workers(self) -> int:
+        """Workers at the start."""
+        return self.machines.workers
+
+    @property
+    def threads(self) -> int:
+        """Cores of each worker."""
+        return int(self.resources["num_cpus"])
+
+    @property
+    def products(self) -> int:
+        """Products of two vectors, all pairs together, each once."""
+        return self.cut.products
+
+    @property
+    def seconds(self) -> float:
+        """Expected time."""
+        return self.work.worker_seconds / self.workers
+
+
+def plan_graph(
+    task: GraphTask, workers: int | None = None, block_rows: int | None = None, schedule: str = "auto"
+) -> GraphPlan:
+    """Plan a graph for the connected cluster; LattqeError with advice where it cannot fit.
+
+    `schedule`: "pairs", "rows", or "auto" for the one that costs less time.
+    """
+    sets = open_sets(task)
+    check_sets(task)
+    cpus = int(ray.cluster_resources().get("CPU", 0))
+    grows = workers is None
+    workers = workers or gpus_available() or max(min(cpus, sets[0].rows // ROWS_PER_WORKER), 1)
+    threads = threads_for(workers)  # candidates are scored on the CPU, beside a GPU too
+    resources: dict[str, float] = {"num_cpus": threads}
+    if gpus_available():
+        resources["num_gpus"] = 1
+    require_resources({"CPU": threads} | ({"GPU": 1} if gpus_available() else {}), workers)
+    speed = measure_worker(replace(task, threads=threads), resources)
+    stored, machines = tuple(Stored.of(each.manifest) for each in sets), connected_machines(workers)
+    facts: dict[str, Any] = {
+        "itemsize": np.dtype(sets[0].dtype).itemsize,
+        "products_per_second": speed["products_per_second"],
+        "cached": task.cache is not None,
+        "remote": not sets[0].place.is_local,
+    }
+    budget = worker_budget(workers, speed["device_bytes"])
+    cut, work = graph_on_ray(
+        stored, sets[0].dim, task.k, machines, schedule=schedule, block_rows=block_rows, budget=budget, **facts
+    )
+    check_disk(task.to, work.scratch + work.stored)
+    return GraphPlan(
+        stored, sets[0].dim, sets[0].dtype, task.k, cut, work, machines, resources, speed["kind"], grows, facts
+    )
 
 
 @dataclass
@@ -198,7 +312,7 @@ def run_graph(
             on_done=progress.done,
             policy=policy,
             room=(lambda: progress.grow(places(task.threads))) if grows else None,
-            work=Work("neighbors", progress.rows_of, lambda item: item[:2], itemgetter("traffic")),
+            work=Tally("neighbors", progress.rows_of, lambda item: item[:2], itemgetter("traffic")),
         )
     except _Finished:
         summary.seconds = time.monotonic() - started
@@ -239,3 +353,39 @@ def build_graph(
     return run_graph(
         task, plan.cut, plan.workers, on_products, resources=plan.resources, grows=plan.grows, pending=pending
     )
+
+
+def build_approximate(
+    task: GraphTask,
+    on_rows: Callable[[int], None] = lambda rows: None,
+    *,
+    workers: int | None = None,
+    policy: BlockPolicy | None = None,
+) -> tuple[Approximated, BlockSummary]:
+    """Make and publish all missing parts with `workers` actors, one for each CPU by default, never more than parts.
+
+    As `lattqe.search.stored.build_approximate` does in this process, with the same bytes; the manifest is the caller's.
+    """
+    started, pending = time.monotonic(), Pending.attach(task.to)
+    rows = in_one([piece for each in open_sets(task) for piece in each.pieces()])
+    made = Approximated(agree_on_clusters(pending, rows, task).facts(), planning=time.monotonic() - started)
+    missing = pending.missing()
+    workers = min(workers or int(ray.cluster_resources().get("CPU", 1)), max(len(missing), 1))
+    threads = threads_for(workers)
+    require_resources({"CPU": threads}, workers)
+    actors = ray.remote(num_cpus=threads)(ClusterWorker).options(scheduling_strategy="SPREAD")
+
+    def on_done(part: int, result: dict[str, Any]) -> None:
+        made.add(result)
+        on_rows(pending.part_rows[part])
+
+    ran = run_blocks(
+        lambda _: actors.remote(task, threads),
+        workers,
+        missing,
+        on_done=on_done,
+        policy=policy,
+        work=Tally("neighbors", lambda part: pending.part_rows[part], traffic=itemgetter("traffic")),
+    )
+    made.took = time.monotonic() - started
+    return made, ran

@@ -1,29 +1,182 @@
-"""One worker of the kNN graph: it compares pairs of blocks and assembles parts, from storage to storage."""
+"""One worker of the kNN graph, from storage to storage: where it fits, how fast it is, what it does and what it leaves.
 
+It compares pairs of blocks and assembles parts. Unfinished neighbor lists lie in storage in
+`_work/lists/<block>-<which blocks it has seen>.bin`. The lists of a block after it was compared with a set of blocks
+are the exact k best among their rows: a function of that set alone, no matter which worker computed it and in whatever
+order. So the set is the file's name, two writers of one name write the same bytes, and what a killed job has achieved
+can be read from the names of its files.
+"""
+
+import json
+import math
+import re
 import resource
+import shutil
 import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 
-from cluster.lists import StaleListsError, delete_lists, file_name, read_lists, write_lists
-from lattqe.cost import Cut
+from cluster.session import gpus_available, only_this_machine
+from lattqe.cost.graph import Cut
 from lattqe.cost.rows import visitor_rows
+from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
+from lattqe.search.compare import Lists, compare_between, compare_one_way, compare_within
 from lattqe.search.exact import exact_scores, published
-from lattqe.search.graph import Lists, compare_between, compare_one_way, compare_within
-from lattqe.search.pairing import Clock
-from lattqe.search.rows import Rows, in_one
+from lattqe.search.graph import join_lists
+from lattqe.search.rows import Clock, Rows, in_one
 from lattqe.search.stored import GraphTask, open_sets
-from lattqe.search.update import join_lists
-from lattqe.store import NeighborGraph, Pending, neighbors_table
+from lattqe.store import MissingFileError, NeighborGraph, Pending, Place, neighbors_table, open_place
+from lattqe.store.manifest import seal_bytes, unseal_bytes
 from lattqe.store.place import traffic
 
+MEASURING_SECONDS = 300.0  # for a worker that measures to be placed, to start on a crowded node and to be done
+CUT = "_work/cut.json"
+FOLDER = "_work/lists/"
+_NAME = re.compile(re.escape(FOLDER) + r"(\d{5})-([0-9a-f]+)\.bin")
 # (a, b, seen by a, seen by b): compare two blocks, or a block that is owned, which is a and b; (part,): assemble it.
 Item = tuple[int, ...]
+
+
+def worker_budget(workers: int, device_bytes: int | None) -> int:
+    """Memory that one worker may use: its share of the nodes' memory, and its GPU's."""
+    memory = [node["Resources"].get("memory", 0) for node in ray.nodes() if node["Alive"]]
+    share = int(min(0.8 * sum(memory) / workers, 0.8 * max(memory, default=0)))
+    return share if device_bytes is None else min(share, int(0.8 * device_bytes))
+
+
+def places(threads: int) -> int:
+    """How many workers with so many CPUs, and a GPU each where there are any, the nodes have room for."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
+    return sum(int(min(node.get("CPU", 0) // threads, node.get("GPU", 0) if gpus else math.inf)) for node in nodes)
+
+
+def threads_for(workers: int) -> int:
+    """The CPUs of each worker: its share of all, but no more than leave room for all workers on the nodes."""
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    share = min(sum(cpus) // workers, max(cpus, default=1))
+    return next((threads for threads in range(share, 1, -1) if places(threads) >= workers), 1)
+
+
+def measure_worker(task: GraphTask, resources: dict[str, float], timeout: float = MEASURING_SECONDS) -> dict[str, Any]:
+    """Measure where a worker will run; on this machine alone that is here, and the processes Ray holds ready stay for
+    workers. A cluster too busy to place one is an error, not a silent wait.
+    """
+    if only_this_machine() and not gpus_available():
+        return probe(task)
+    measuring = ray.remote(**resources)(probe).remote(task)
+    try:
+        return ray.get(measuring, timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        ray.cancel(measuring, force=True)
+        asked = ", ".join(f"{amount:g} {name[4:]}" for name, amount in resources.items())
+        free = ray.available_resources()
+        raise LattqeError(
+            f"a worker with {asked} found no place on any node within {timeout:.0f} s (free: "
+            f"{free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs): ask for more workers with "
+            "--workers, each of which takes less, or wait for other jobs to end"
+        ) from None
+
+
+def probe(task: GraphTask) -> dict[str, Any]:
+    """Measure one worker on a sample of the rows: the fastest kind of products, how many of them it makes in a second
+    with their selection, and its GPU's free bytes.
+    """
+    import torch
+
+    from lattqe.device import pick_device
+    from lattqe.search.stored import measure_products
+
+    torch.set_num_threads(task.threads)
+    device = pick_device()
+    kind, rate = measure_products(task)
+    free = None if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
+    return {"kind": kind, "products_per_second": rate, "device_bytes": free}
+
+
+def agree_on_cut(place: Place, cut: Cut) -> Cut:
+    """Use this cut, or the one that an earlier run of the same job has begun with: its files belong to that."""
+    try:
+        place.create(CUT, json.dumps({"bounds": cut.bounds, "own": cut.own, "schedule": cut.schedule}).encode())
+        return cut
+    except AlreadyExistsError:
+        there = json.loads(place.read(CUT))
+        return Cut(tuple(there["bounds"]), there["own"], there.get("schedule", "pairs"))
+
+
+def check_disk(uri: str, needed: int) -> None:
+    """Refuse a local destination whose disk cannot hold the graph and its unfinished lists."""
+    place = open_place(uri)
+    if not place.is_local:
+        return
+    folder = Path(place.uri.removeprefix("file://")).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise LattqeError(
+            f"the graph and its unfinished lists need {needed >> 20} MiB in {uri}, its disk has "
+            f"{free >> 20} MiB free: choose another destination or a smaller k"
+        )
+
+
+class StaleListsError(LattqeError):
+    """The lists that were to be continued are gone or damaged: look again at what is there."""
+
+
+def file_name(block: int, seen: int) -> str:
+    """Where the lists of a block are that has seen the blocks whose bits are set."""
+    return f"{FOLDER}{block:05d}-{seen:x}.bin"
+
+
+def find_lists(place: Place, blocks: int) -> list[int]:
+    """For each block the largest set of blocks that it has seen according to its files; 0: nothing yet."""
+    best = [0] * blocks
+    for name in place.sizes():
+        match = _NAME.fullmatch(name)
+        if match and int(match[1]) < blocks:
+            block, seen = int(match[1]), int(match[2], 16)
+            best[block] = max(best[block], seen, key=lambda bits: (bits.bit_count(), bits))
+    return best
+
+
+def write_lists(place: Place, block: int, seen: int, lists: Lists) -> None:
+    """Store lists behind their checksum, whole or not at all."""
+    data = np.ascontiguousarray(lists.ids).tobytes() + np.ascontiguousarray(lists.scores).tobytes()
+    place.write(file_name(block, seen), seal_bytes(data))
+
+
+def read_lists(place: Place, block: int, seen: int, rows: int, k: int) -> Lists:
+    """The lists of a block of `rows` rows; a damaged file is removed, so that no worker trips over it again."""
+    if not seen:
+        return Lists.empty(rows, k)
+    name = file_name(block, seen)
+    try:
+        body = unseal_bytes(memoryview(place.fetch(name)), f"{place.uri}/{name}")
+    except MissingFileError as error:
+        raise StaleListsError(f"{place.uri}/{name} is gone") from error
+    except CorruptDataError:
+        body = memoryview(b"")
+    if len(body) != rows * k * 12:
+        place.delete(name)
+        raise StaleListsError(f"{place.uri}/{name} was damaged")
+    ids = np.frombuffer(body[: rows * k * 4], dtype=np.int32).reshape(rows, k)
+    scores = np.frombuffer(body[rows * k * 4 :], dtype=np.float64).reshape(rows, k)
+    return Lists(scores, ids)
+
+
+def delete_lists(place: Place, block: int, seen: int) -> None:
+    """Remove lists that have been continued."""
+    if seen:
+        with suppress(MissingFileError):
+            place.delete(file_name(block, seen))
 
 
 class GraphWorker:
@@ -166,7 +319,7 @@ class GraphWorker:
 
     def by_faiss(self, rows: Any, others: Any, hidden: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The exact lists of rows among others by the second engine."""
-        from lattqe.search.second import faiss_lists
+        from lattqe.search.graph import faiss_lists
 
         return faiss_lists(rows, others, self.task.k, hidden=hidden, device=self.device, clock=self.clock)
 

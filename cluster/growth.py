@@ -19,21 +19,19 @@ import numpy as np
 import ray
 
 from cluster.blocks import BlockPolicy, check_parts, run_blocks
-from cluster.graph_plan import threads_for
-from cluster.lists import StaleListsError, file_name, read_lists, write_lists
-from cluster.metrics import Work
+from cluster.graph_worker import StaleListsError, file_name, read_lists, threads_for, write_lists
+from cluster.monitor import Tally
 from cluster.session import require_resources
 from lattqe.augmentation.growth import Growth, reusable_rows
 from lattqe.augmentation.recipe import write_reusable
 from lattqe.cost.rows import visitor_rows
 from lattqe.device import peak_bytes
 from lattqe.errors import CorruptDataError
+from lattqe.search.compare import Lists, compare_one_way, rows_per_block
 from lattqe.search.exact import exact_scores, just_below, merge, published
-from lattqe.search.graph import Lists, compare_one_way, rows_per_block
-from lattqe.search.pairing import Clock
+from lattqe.search.graph import join_lists
 from lattqe.search.products import Block, Products, lanes_on
-from lattqe.search.rows import in_one, tiles
-from lattqe.search.update import join_lists
+from lattqe.search.rows import Clock, in_one, tiles
 from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, Pending, neighbors_table
 from lattqe.store.features import Kept
 from lattqe.store.manifest import WORK, seal_bytes, unseal_bytes
@@ -73,7 +71,7 @@ def grow_graph(
         items,
         on_done=driver.done,
         policy=policy,
-        work=Work("append", driver.rows_of, lambda item: item[:3], itemgetter("traffic")),
+        work=Tally("append", driver.rows_of, lambda item: item[:3], itemgetter("traffic")),
         most_at_once=driver.most_at_once(),
     )
     return driver.counts

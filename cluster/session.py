@@ -3,6 +3,9 @@
 An autoscaling cluster is asked to grow before a job looks at what it has, and to shrink afterwards: it has no workers
 while nothing runs, so a job would find neither GPUs nor CPUs and could not tell what to ask for. LATTQE_GPUS or
 LATTQE_CPUS say so (`lattqe submit --gpus 8` sets it).
+
+Workers elsewhere need the driver's storage settings. Ray writes `env_vars` of a runtime environment into its logs on
+every node; so they come from a function that Ray runs in each new worker and keeps in its own memory only.
 """
 
 import logging
@@ -12,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 import lattqe
-from cluster.environment import forwarded_environment, setting_function
+from lattqe.cost.work import Machines
 from lattqe.errors import LattqeError, event
 
 GROW_SECONDS = 1200.0  # to start machines, pull their images and install; a spot request may be refused first
@@ -35,6 +38,8 @@ QUIET = {
     # Ray starts workers at nice 15: beside anything else on the machine they would hardly start at all.
     "RAY_worker_niceness": "0",
 }
+# What a worker must share with the driver to reach the same storage. On a cluster with an IAM profile none is set.
+FORWARDED = ("AWS_", "LATTQE_")
 KNOCK_SECONDS = 10.0
 START_ATTEMPTS = 3
 # The object store only carries query blocks and answers; vectors live in actors and memory maps.
@@ -86,6 +91,22 @@ def _wait(needs: dict[str, int], seconds: float) -> None:
             break
         time.sleep(min(POLL_SECONDS, seconds))
     event("cluster grown", wanted=needs, owned={resource: owned.get(resource, 0) for resource in needs})
+
+
+def forwarded_environment() -> dict[str, str]:
+    """The driver's storage settings."""
+    return {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+
+
+def setting_function(settings: dict[str, str]) -> Callable[[], None]:
+    """A function that makes these settings in the process that calls it; defined here, it is sent by value."""
+
+    def apply_settings() -> None:
+        import os
+
+        os.environ.update(settings)
+
+    return apply_settings
 
 
 def _runtime_env() -> dict[str, Any]:
@@ -255,6 +276,14 @@ def worker_device() -> str:
     """The kind of device that workers compute on: what LATTQE_DEVICE says, or GPUs where the cluster has any."""
     named = os.environ.get("LATTQE_DEVICE") or "auto"
     return ("cuda" if gpus_available() else "cpu") if named == "auto" else named.partition(":")[0]
+
+
+def connected_machines(workers: int | None = None) -> Machines:
+    """The connected cluster, its nodes taken as equal; `workers`: as many as will share the work."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+    count = max(len(nodes), 1)
+    cpus, gpus, memory = (sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU", "memory"))
+    return Machines(count, max(int(cpus // count), 1), int(gpus // count), memory / count, asked=workers)
 
 
 def only_this_machine() -> bool:

@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.blocks import ACTOR_LOST, user_error
-from cluster.metrics import Watch
+from cluster.monitor import Watch
 from cluster.session import gpus_available
 from lattqe.errors import LattqeError
 from lattqe.search.exact import merge, published

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.metrics import Watch
+from cluster.monitor import Watch
 from cluster.session import gpus_available, require_resources
 from lattqe.errors import LattqeError
 

@@ -41,7 +41,7 @@ def info(
         statistics = graph_statistics(artifact)
         facts["graph"] = statistics.to_dict()
         if figure is not None:
-            from lattqe.report.figures import graph_figure
+            from lattqe.report.views import graph_figure
 
             write_file(figure, graph_figure(statistics).encode())
     elif figure is not None:
@@ -76,13 +76,16 @@ def describe(artifact: Any) -> dict[str, Any]:
 
 def sample(artifact: Any) -> list[dict[str, Any]]:
     """The first few rows; of a model its metrics."""
-    from lattqe.store import Ranks, load_model
+    from lattqe.store import FeatureSet, Ranks, load_model
     from lattqe.store.parts import StoredRows
 
     if isinstance(artifact, StoredRows):
         rows = artifact.table(0, min(SAMPLE_ROWS, artifact.rows)).to_pylist()
+        if isinstance(artifact, FeatureSet) and artifact.label_names is not None:
+            names = dict(enumerate(artifact.label_names))
+            rows = [{**row, "label": names.get(row["label"], row["label"])} for row in rows]
         if isinstance(artifact, Ranks):
-            rows = [{**row, "neighbors": names} for row, names in zip(rows, _found_ids(artifact, rows))]
+            rows = [{**row, "neighbors": found} for row, found in zip(rows, _found_ids(artifact, rows))]
         return [{name: _shortened(value) for name, value in row.items()} for row in rows]
     if artifact.manifest.kind == "model":
         return [load_model(artifact.place.uri)[2]]

@@ -1,38 +1,62 @@
-"""Replace every row of a feature set by its expansion from its neighbors (database-side augmentation)."""
+"""Replace every row of a feature set by its expansion from its neighbors (database-side augmentation); let rows join or
+leave such an index, where only rows whose neighborhoods changed are augmented again.
+"""
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import reduce
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import (
-    APPROXIMATE_GRAPH,
-    Address,
-    Cache,
-    Json,
-    ProgressBar,
-    Workers,
-    command,
-    human_bytes,
-    on_ray,
-    print_json,
-    progress_bar,
-    run,
-    screen,
-    show_table,
-)
-from jobs.methods import NAMES, method_options, method_params
-from jobs.plan import Assume, Plan, setting, tell
+from jobs.console import Json, command, note_approximate, progress_bar, run, screen, show_table
+from jobs.index import NAMES, Made, augment, augment_here, checked_device, method_options, method_params, report
+from jobs.plan import Address, Assume, Cache, Plan, Workers, on_ray, setting, tell
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
-    from lattqe.augmentation import Augmentation, AugmentSummary
+    from collections import Counter
+
+    from lattqe.augmentation import Augmentation, GrowthCost, Recipe
+    from lattqe.augmentation.growth import Growth
+    from lattqe.cost import Work
+    from lattqe.cost.plans import Setting
     from lattqe.expansion import Method
-    from lattqe.store import FeatureSet, Manifest, NeighborGraph, Pending
+    from lattqe.store import FeatureSet, NeighborGraph, Pending
 
 REACHES = ("auto", "map", "shards")
+
+
+Neighbors = Annotated[
+    int | None,
+    typer.Option(
+        "-k", min=1, help="Neighbors for each row; by default the model's nDBA, or the paper's for the method."
+    ),
+]
+Hops = Annotated[
+    int | None,
+    typer.Option(
+        help="1: each row from its own neighbors. Above, to 64: features flow so "
+        "many times over the weighted edges of all rows; by default the "
+        "model's number, or 1."
+    ),
+]
+HopAlpha = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of a hop that comes from the neighbors, between 0 and 1; by default what the model learned, or 0.9."
+    ),
+]
+Graph = Annotated[
+    str | None, typer.Option(help="The features' neighbor graph; by default computed and kept in TO/neighbors.")
+]
+Reach = Annotated[
+    str,
+    typer.Option(
+        help="How workers reach all vectors: map (a mapped copy on each node), shards "
+        "(gathered from actors that share them), auto."
+    ),
+]
 
 
 @method_options
@@ -41,40 +65,14 @@ def main(
     to: Annotated[str, typer.Option("--to", help="Where the augmented index goes.")],
     method: Annotated[str, typer.Option(help=f"One of {NAMES}.")] = "lattqe",
     params: dict[str, Any] | None = None,
-    k: Annotated[
-        int | None,
-        typer.Option(
-            "-k", min=1, help="Neighbors for each row; by default the model's nDBA, or the paper's for the method."
-        ),
-    ] = None,
-    hops: Annotated[
-        int | None,
-        typer.Option(
-            help="1: each row from its own neighbors. Above, to 64: features flow so "
-            "many times over the weighted edges of all rows; by default the "
-            "model's number, or 1."
-        ),
-    ] = None,
-    hop_alpha: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of a hop that comes from the neighbors, between 0 and "
-            "1; by default what the model learned, or 0.9."
-        ),
-    ] = None,
-    neighbors: Annotated[
-        str | None, typer.Option(help="The features' neighbor graph; by default computed and kept in TO/neighbors.")
-    ] = None,
+    k: Neighbors = None,
+    hops: Hops = None,
+    hop_alpha: HopAlpha = None,
+    neighbors: Graph = None,
     workers: Workers = None,
     address: Address = None,
     cache: Cache = None,
-    reach: Annotated[
-        str,
-        typer.Option(
-            help="How workers reach all vectors: map (a mapped copy on each node), shards "
-            "(gathered from actors that share them), auto."
-        ),
-    ] = "auto",
+    reach: Reach = "auto",
     faiss: Annotated[str | None, typer.Option(help="Also write a faiss index to this file.")] = None,
     factory: Annotated[str | None, typer.Option(help="Its faiss factory string, such as 'IVF1024,PQ16'.")] = None,
     plan: Plan = False,
@@ -85,12 +83,11 @@ def main(
 
     Example: lattqe augment features --method lattqe --model model -k 48 --to index
     """
-    from cluster import runs_here
-    from lattqe.augmentation import GRAPH, Augmentation, describe
+    from lattqe.augmentation import GRAPH, Augmentation
     from lattqe.cost import plans
     from lattqe.expansion import create
-    from lattqe.store import FeatureSet, find_manifest, open_place
-    from lattqe.store.pending import refuse_unlike
+    from lattqe.store import FeatureSet
+    from lattqe.store.export import export_features
 
     check_reach(reach)
     original = FeatureSet.open(features)
@@ -105,35 +102,52 @@ def main(
         works = plans.augment_by(original, theta, k, hops, where, graph=given, shards=shards)
         tell(works, where, not original.place.is_local, json)
         return
-    known = {"kind": "features", "config": describe(method, k, params, hops, hop_alpha)}
-    known["inputs"] = {"features": original.as_input()}
-    refuse_unlike(open_place(to), known)  # before a graph or edges are put there
-    if k >= original.rows:
-        note = (
-            f"note: {original.rows:,} rows have {original.rows - 1:,} neighbors each: all of them are weighed, not {k}"
-        )
-        screen.print(note, markup=False, soft_wrap=True)
-    own_graph = f"{to.rstrip('/')}/{GRAPH}"
-    done = find_manifest(open_place(to)) if given or find_manifest(open_place(own_graph)) else None
-    here = done is not None or (reach == "auto" and runs_here(original.rows, workers, address))
-    with nullcontext() if here else on_ray(address):
-        if done is None:
-            checked_device(theta, here)  # before a graph is computed for nothing
-        graph = given or computed_graph(original, own_graph, theta.depth(k), workers, cache, here)
-        task = Augmentation(original.uri, graph.uri, to, method, k, params, cache, hops=hops, hop_alpha=hop_alpha)
-        made = augment_here(task, done) if here else augment(task, workers, reach)
-    if done is not None:
-        screen.print(f"{to} is already up to date", markup=False, soft_wrap=True)
+    graph = given.uri if given is not None else f"{to.rstrip('/')}/{GRAPH}"
+    task = Augmentation(original.uri, graph, to, method, k, params, cache, hops=hops, hop_alpha=hop_alpha)
+    made = made_index(task, original, theta, given is not None, workers, address, reach)
     if faiss is not None:
-        from lattqe.store.export import export_features
-
         export_features(FeatureSet.open(to), faiss, factory)
     report("augmented", made, json)
 
 
+def made_index(
+    task: "Augmentation",
+    original: "FeatureSet",
+    method: "Method",
+    given_graph: bool,
+    workers: int | None,
+    address: str | None,
+    reach: str,
+) -> Made:
+    """The index, found finished, or made in this process or on Ray; its graph first, unless that is given."""
+    from cluster import runs_here
+    from lattqe.augmentation import describe
+    from lattqe.store import find_manifest, open_place
+    from lattqe.store.pending import refuse_unlike
+
+    place, rows = open_place(task.to), original.rows
+    config = describe(task.method, task.k, task.params, task.hops, task.hop_alpha)
+    inputs = {"features": original.as_input()}
+    refuse_unlike(place, {"kind": "features", "config": config, "inputs": inputs})  # before anything is put there
+    if task.k >= rows:
+        note = f"note: {rows:,} rows have {rows - 1:,} neighbors each: all of them are weighed, not {task.k}"
+        screen.print(note, markup=False, soft_wrap=True)
+    done = find_manifest(place) if given_graph or find_manifest(open_place(task.graph)) else None
+    here = done is not None or (reach == "auto" and runs_here(rows, workers, address))
+    with nullcontext() if here else on_ray(address):
+        if done is None:
+            checked_device(method, here)  # before a graph is computed for nothing
+        if not given_graph:
+            compute_graph(original, task.graph, method.depth(task.k), workers, task.cache, here)
+        made = augment_here(task, done) if here else augment(task, workers, reach)
+    if done is not None:
+        screen.print(f"{task.to} is already up to date", markup=False, soft_wrap=True)
+    return made
+
+
 def chosen_hops(method: "Method", hops: int | None, alpha: float | None) -> tuple[int, float]:
     """The hops and the share that were asked for, or the method's own."""
-    from lattqe.augmentation.hops import check_hops
+    from lattqe.expansion.base import check_hops
 
     hops = method.default_hops if hops is None else hops
     if hops == 1 and alpha is not None:
@@ -168,13 +182,10 @@ def given_graph(uri: str, original: "FeatureSet", k: int) -> "NeighborGraph":
     return graph
 
 
-def computed_graph(
-    original: "FeatureSet", to: str, k: int, workers: int | None, cache: str | None, here: bool
-) -> "NeighborGraph":
+def compute_graph(original: "FeatureSet", to: str, k: int, workers: int | None, cache: str | None, here: bool) -> None:
     """Compute the features' graph, or finish what an earlier run left."""
     from jobs.neighbors import neighbors, neighbors_here
     from lattqe.search.stored import GraphTask, begin_graph
-    from lattqe.store import NeighborGraph
 
     task = GraphTask(original.uri, to, k, None, None, cache)
     if begin_graph(task).finished is None:
@@ -182,297 +193,116 @@ def computed_graph(
             neighbors_here(task)
         else:
             neighbors(task, workers)
-    return NeighborGraph.open(to)
-
-
-@dataclass(frozen=True)
-class Made:
-    """An index, and what it took to make it."""
-
-    task: "Augmentation"
-    manifest: "Manifest"
-    summary: "AugmentSummary"
-    sharing: str  # what sharing first products spared, or why it was not done
-    more: dict[str, Any] = field(default_factory=dict)  # facts of a run on Ray
-
-    def then(self, hops: "Made") -> "Made":
-        """The index of several hops, whose edges are this."""
-        number, rows = self.task.hops, hops.summary
-        facts = {
-            "hops": number,
-            "hop_alpha": self.task.hop_alpha,
-            "edges_digest": self.manifest.digest,
-            "hop_seconds": round(rows.took, 2),
-            "bytes_read_for_each_hop": rows.read["hop"] // number,
-            "bytes_written_for_each_hop": rows.written["hop"] // number,
-        }
-        return Made(hops.task, hops.manifest, self.summary.then(rows), self.sharing, self.more | hops.more | facts)
-
-
-def made_on(task: "Augmentation", here: bool) -> "Augmentation":
-    """The task for the device of this process, or of the workers on Ray; one that cannot do it is refused."""
-    from lattqe.expansion import create
-
-    device = checked_device(create(task.method, **task.params), here)
-    return replace(task, device=device)
-
-
-def checked_device(method: "Method", here: bool) -> str:
-    """The kind of device that rows are augmented on, where it can do what the method's parameters ask for."""
-    import torch
-
-    from lattqe.device import pick_device
-
-    if here:
-        device = pick_device()
-    else:
-        from cluster.session import worker_device
-
-        device = torch.device(worker_device())
-    method.check_device(device)
-    return device.type
-
-
-HERE = {"where": "in this process: --workers or --address ask for Ray"}
-
-
-def augment_here(task: "Augmentation", done: "Manifest | None" = None) -> Made:
-    """Print the plan, run what is missing in this process, publish; of several hops, first the edges.
-
-    done: what an earlier run, on whatever device, has published: nothing is left to compute.
-    """
-    placed = made_on(task, here=True) if done is None else replace(task, device=done.config.get("device", "cpu"))
-    return reduce(Made.then, [(_hop_here if stage.hopping else _augment_here)(stage) for stage in placed.stages()])
-
-
-def augment(task: "Augmentation", workers: int | None, reach: str = "auto", process: int | None = None) -> Made:
-    """The same on Ray. `process`: this process's bytes without data it holds."""
-    return reduce(
-        Made.then,
-        [
-            _hop(stage, workers, process) if stage.hopping else _augment(stage, workers, reach, process)
-            for stage in made_on(task, here=False).stages()
-        ],
-    )
-
-
-def _augment_here(task: "Augmentation") -> Made:
-    from lattqe.augmentation import begin_index, build_index
-
-    pending = begin_index(task)
-    told = show_plan(task, pending, HERE)
-    with _bar(pending) as bar:
-        summary = build_index(task, bar.advance)
-    return Made(task, pending.finish(), summary, spared_by(task, summary) or told)
-
-
-def _hop_here(task: "Augmentation") -> Made:
-    from lattqe.augmentation import begin_index, build_index
-
-    pending = begin_index(task)
-    show_hops(task, 1, HERE)
-    with _hop_bar(task, pending) as bar:
-        summary = build_index(task, bar.advance)
-    return Made(task, pending.finish(), summary, "")
-
-
-def _hop(task: "Augmentation", workers: int | None, process: int | None) -> Made:
-    from cluster.augmentation import build_index, hop_workers, predict_hop_memory
-    from cluster.blocks import check_parts
-    from lattqe.augmentation import begin_index
-    from lattqe.device import resident_bytes
-
-    pending = begin_index(task)
-    check_parts(pending)
-    workers = workers or hop_workers()
-    memory = predict_hop_memory(task.hop_task(), process or resident_bytes())
-    show_hops(task, workers, {"workers": workers, "memory of a worker": human_bytes(memory)})
-    with _hop_bar(task, pending) as bar:
-        summary = build_index(task, bar.advance, workers=workers, pending=pending)
-    return Made(
-        task,
-        pending.finish(),
-        summary,
-        "",
-        {"predicted_hop_worker_bytes": memory, "peak_hop_worker_bytes": summary.peak_bytes},
-    )
-
-
-def _hop_bar(task: "Augmentation", pending: "Pending") -> AbstractContextManager[ProgressBar]:
-    from lattqe.augmentation.bands import Schedule
-
-    schedule = Schedule(task.hop_task(), pending)
-    total = schedule.cut.rows * task.hops * len(schedule.cut.groups)
-    return progress_bar("hops, rows", total, total - schedule.rows_left())
-
-
-def show_hops(task: "Augmentation", workers: int, where: dict[str, Any]) -> None:
-    """Print what the hops will be and move."""
-    from lattqe.cost import augment as cost
-    from lattqe.cost.work import Machines, Stored
-    from lattqe.store import Edges, FeatureSet
-
-    original, edges = FeatureSet.open(task.features), Edges.open(task.edges)
-    cut = task.hop_task().cut(original.rows, original.dim)
-    work = cost.hops(
-        Stored.of(original.manifest),
-        Stored.of(edges.manifest),
-        original.dim,
-        edges.k,
-        task.hops,
-        cut.band_sizes,
-        cut.group_sizes,
-        Machines(asked=workers),
-        here=False,
-    )
-    show_table(
-        "hops",
-        {
-            "hops": f"{task.hops}, each with a share of {task.hop_alpha:g} from the neighbors",
-            "edges": f"{original.rows:,} × {edges.k}, {human_bytes(edges.manifest.total_bytes)} in {task.edges}",
-            **work.facts,
-            "kept meanwhile": f"{human_bytes(work.scratch)} in {task.to}/_work",
-        }
-        | where,
-    )
-
-
-def _augment(task: "Augmentation", workers: int | None, reach: str, process: int | None) -> Made:
-    from cluster.augmentation import (
-        ShardReader,
-        build_index,
-        choose_reach,
-        default_workers,
-        open_shards,
-        predict_memory,
-    )
-    from cluster.blocks import check_parts
-    from lattqe.augmentation import begin_index
-    from lattqe.device import resident_bytes
-    from lattqe.expansion import create
-    from lattqe.store import FeatureSet, NeighborGraph
-
-    pending = begin_index(task)
-    check_parts(pending)
-    workers = workers or default_workers()
-    original, graph = FeatureSet.open(task.features), NeighborGraph.open(task.graph)
-    chosen = choose_reach(reach, original, task.cache)
-    memory = predict_memory(
-        task, original, graph, create(task.method, **task.params), chosen, process or resident_bytes()
-    )
-    shards = f" ({chosen.shards} shards)" if chosen.shards else ""
-    told = show_plan(
-        task,
-        pending,
-        {
-            "workers": workers,
-            "reach of vectors": f"{chosen.how}{shards}: {chosen.reason}",
-            "memory of a worker": human_bytes(memory.total),
-            "of which": ", ".join(f"{name} {human_bytes(size)}" for name, size in memory.parts().items()),
-        },
-    )
-    with open_shards(original, chosen) as index, _bar(pending) as bar:
-        reader = ShardReader(index) if index is not None else None
-        summary = build_index(task, bar.advance, workers=workers, shards=reader, pending=pending)
-    return Made(
-        task,
-        pending.finish(),
-        summary,
-        spared_by(task, summary) or told,
-        {"predicted_worker_bytes": memory.total, "reach": chosen.how},
-    )
-
-
-def _bar(pending: "Pending") -> AbstractContextManager[ProgressBar]:
-    rows = sum(pending.part_rows)
-    return progress_bar("augment", rows, rows - sum(pending.part_rows[part] for part in pending.missing()))
-
-
-def show_plan(task: "Augmentation", pending: "Pending", where: dict[str, Any]) -> str:
-    """Print what is going to happen, before it does; returns what is said of sharing."""
-    from lattqe.expansion import create
-    from lattqe.expansion.rows import sharing
-    from lattqe.store import FeatureSet, NeighborGraph, row_bytes
-
-    original = FeatureSet.open(task.features)
-    told = sharing(create(task.method, **task.params), original.rows, again=task.previous is not None)
-    lacks = NeighborGraph.open(task.graph).manifest.approximation
-    parts = len(pending.part_rows)
-    what = "edges" if task.only_edges else "plan"
-    size = (
-        original.rows * row_bytes("edges", pending.plan["fields"]) if task.only_edges else original.manifest.total_bytes
-    )
-    show_table(
-        what,
-        {
-            "rows": f"{original.rows:,} × {original.dim} {original.dtype}",
-            "method": f"{task.method}, k = {task.k}",
-            "parts": f"{parts}, {parts - len(pending.missing())} of them done",
-            "output": human_bytes(size),
-            "shared first products": told,
-        }
-        | ({} if lacks is None else {"neighbors": f"from {APPROXIMATE_GRAPH}: {lacks}"})
-        | where,
-    )
-    return told
-
-
-def spared_by(task: "Augmentation", summary: "AugmentSummary") -> str | None:
-    """What sharing first products spared, where they were shared."""
-    from lattqe.expansion import create
-    from lattqe.expansion.rows import spared
-    from lattqe.store import FeatureSet
-
-    if not summary.tables:
-        return None
-    method, rows = create(task.method, **task.params), FeatureSet.open(task.features).rows
-    flops = spared(method, task.k, rows, summary.expanded, summary.tables)
-    return (
-        f"{flops / 1e9:,.1f} GFLOP spared; the tables took "
-        f"{summary.seconds['sharing']:.2f} s of {sum(summary.seconds.values()):.2f} s of work"
-    )
-
-
-def report(verb: str, made: Made, json: bool, more: dict[str, Any] | None = None) -> None:
-    """Print what was made and what it took; `more` facts of the verb's own."""
-    summary = made.summary
-    spent = {name: round(seconds, 2) for name, seconds in summary.seconds.items()}
-    facts: dict[str, Any] = {
-        "index": made.task.to,
-        "digest": made.manifest.digest,
-        "rows": made.manifest.rows,
-        "expanded_rows": summary.expanded,
-        "seconds": round(summary.took, 2),
-        "seconds_after_start": round(summary.working, 3),
-        "worker_seconds": spent,
-        "worker_cpu_seconds": round(summary.cpu, 2),
-        "peak_worker_bytes": summary.peak_bytes,
-        **made.more,
-        "shared_products": made.sharing,
-        "retries": summary.retries,
-        "workers_lost": summary.workers_lost,
-        "spare_copies": summary.spare_copies,
-    } | (more or {})
-    if made.manifest.approximation is not None:
-        facts["approximate"] = made.manifest.approximation
-    if json:
-        print_json(facts)
-    rate = summary.expanded / max(summary.working, 1e-9)
-    readable = {name: f"{value:,}" if isinstance(value, int) else value for name, value in facts.items()}
-    predicted = made.more.get("predicted_worker_bytes")
-    show_table(
-        f"{verb} {made.task.to}",
-        readable
-        | {
-            "seconds_after_start": f"{summary.working:.2f} ({rate:,.0f} rows/s)",
-            "peak_worker_bytes": f"{human_bytes(summary.peak_bytes)}, mapped files included",
-            "worker_seconds": ", ".join(f"{name} {seconds}" for name, seconds in spent.items()),
-        }
-        | ({"predicted_worker_bytes": human_bytes(predicted)} if predicted else {}),
-    )
 
 
 app = command(main)
+
+
+def append(
+    index: Annotated[str, typer.Argument(help="The augmented index, made by `lattqe augment`.")],
+    new: Annotated[str | None, typer.Argument(help="The feature set whose rows join.")] = None,
+    to: Annotated[str, typer.Option("--to", help="Where the grown index goes.")] = "",
+    remove: Annotated[Path | None, typer.Option(help="A text file: ids of the rows that leave, one a line.")] = None,
+    workers: Workers = None,
+    address: Address = None,
+    cache: Cache = None,
+    reach: Annotated[
+        str, typer.Option(help="How workers reach all vectors: map, shards or auto, as in augment.")
+    ] = "auto",
+    plan: Plan = False,
+    assume: Assume = None,
+    json: Json = False,
+) -> None:
+    """Let rows join or leave an augmented index; only rows whose neighborhoods changed are augmented again.
+
+    Example: lattqe append index new-features --to index2
+    """
+    from cluster import runs_here
+    from lattqe.augmentation import ORIGINALS, Recipe
+    from lattqe.augmentation.growth import plan_growth
+    from lattqe.device import resident_bytes
+    from lattqe.store import FeatureSet
+    from lattqe.store.writer import check_joinable, join_features, kept_rows
+
+    check_reach(reach)
+    if not to:
+        raise LattqeError("nowhere to put the grown index: name a folder or s3:// address with --to")
+    if new is None and remove is None:
+        raise LattqeError("nothing joins and nothing leaves: name a feature set, or ids with --remove")
+    old_index = FeatureSet.open(index, cache)
+    recipe = Recipe.of(old_index, cache)
+    note_approximate(recipe.graph)
+    newcomers = FeatureSet.open(new) if new is not None else None
+    if newcomers is not None:
+        check_joinable(recipe.features, newcomers)
+    leaving = _read_ids(remove)
+    rows = recipe.features.rows + (0 if newcomers is None else newcomers.rows)
+    if (where := setting(plan, assume, rows, workers, address, cache)) is not None:
+        tell(
+            [planned(recipe, rows - recipe.features.rows, len(leaving), where)],
+            where,
+            not old_index.place.is_local,
+            json,
+        )
+        return
+    process = resident_bytes()
+    kept = kept_rows(recipe.features, leaving)
+    joined = join_features(recipe.features, kept, newcomers, f"{to.rstrip('/')}/{ORIGINALS}")
+    if reach == "auto" and runs_here(joined.rows, workers, address):
+        task, _, cost = plan_growth(old_index, recipe, joined, kept, to, cache)
+        show_growth(cost)
+        made = augment_here(task)
+    else:
+        with on_ray(address):
+            task, _, cost = plan_growth(old_index, recipe, joined, kept, to, cache, partial(grow_on_ray, workers))
+            show_growth(cost)
+            made = augment(task, workers, reach, process)
+    report("grown index", made, json, cost.facts())
+
+
+def grow_on_ray(workers: int | None, growth: "Growth", pending: "Pending") -> "Counter[str]":
+    """Update the graph by Ray workers, with a bar."""
+    from cluster.growth import grow_graph
+
+    with progress_bar("graph", sum(pending.part_rows)) as bar:
+        return grow_graph(growth, pending, workers=workers, on_rows=bar.advance)
+
+
+def show_growth(cost: "GrowthCost") -> None:
+    """Say what became of the graph, and what is left."""
+    share = cost.products / max(cost.products_from_scratch, 1)
+    show_table(
+        "growth",
+        {
+            "rows that stay": f"{cost.rows - cost.joined:,}",
+            "rows that join": f"{cost.joined:,}",
+            "rows touched": f"{cost.touched:,} of {cost.rows:,} ({cost.touched / cost.rows:.1%})",
+            "products": f"{cost.products:,}, {share:.1%} of {cost.products_from_scratch:,} from scratch",
+        },
+    )
+
+
+def planned(recipe: "Recipe", joined: int, removed: int, where: "Setting") -> "Work":
+    """What the growth takes, as far as it can be known without comparing anything."""
+    from lattqe.cost import plans
+    from lattqe.cost.work import Stored
+    from lattqe.expansion import create
+
+    method, graph = create(recipe.method, **recipe.params), recipe.graph
+    rows = plans.Rows.of(recipe.features)
+    return plans.append(rows, Stored.of(graph.manifest), graph.k, joined, removed, method, recipe.k, where)
+
+
+def _read_ids(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        return [line for line in path.read_text().splitlines() if line]
+    except (OSError, UnicodeDecodeError) as error:
+        raise LattqeError(f"cannot read the ids to remove from {path}: {error}") from error
+
+
+append_app = command(append)
 
 if __name__ == "__main__":
     run(app)

@@ -3,7 +3,7 @@
 import json as json_format
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,17 +12,54 @@ from rich.markup import escape
 from rich.table import Table
 
 from jobs.console import APPROXIMATE_GRAPH, command, print_json, progress_bar, run, screen, show_table
-from jobs.plan import Assume, Plan, setting, tell
+from jobs.plan import Address, Assume, Plan, setting, tell
 from lattqe.benchmark.presets import PRESETS, Options, preset_run
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
     from cluster.benchmark import Bench
+    from lattqe.benchmark.density import DensityCell
     from lattqe.benchmark.spec import Run
-    from lattqe.cost import Work
-    from lattqe.cost.plans import Setting
-    from lattqe.report.figures import Illustration
     from lattqe.report.page import Examples
+    from lattqe.report.views import Illustration
+
+
+# Options of presets.
+Ablations = Annotated[str | None, typer.Option(help="Table 2 for a preset: the folder of a finished lattqe ablate.")]
+Columns = Annotated[
+    list[int] | None,
+    typer.Option(min=1, help="Columns of the photos (photos: 128; density: 128 and 512, may be repeated)."),
+]
+Features = Annotated[
+    list[str] | None,
+    typer.Option(help="Density: a labelled feature set of your own; may be repeated, each is the others' distractors."),
+]
+Queries = Annotated[
+    list[str] | None,
+    typer.Option(help="Density: labelled queries, one for each --features; without any, some images are held out."),
+]
+Relevant = Annotated[
+    list[int] | None,
+    typer.Option(min=0, help="Density: relevant images, 0 for all (1, 2, 4, 8, 16 and 0); may be repeated."),
+]
+# Options of every run.
+Only = Annotated[
+    list[str] | None, typer.Option(help="Measure this method alone, beside no expansion; may be repeated.")
+]
+Images = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Folder or s3:// prefix of the images, by id: "
+        "the report then shows the ten largest gains and losses. May be repeated."
+    ),
+]
+Check = Annotated[
+    bool, typer.Option("--check", help="Stop after the golden numbers: mAP without expansion beside the paper's.")
+]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Ray workers. [default: one for each GPU, or CPU; none for few rows]")
+]
+Shards = Annotated[int | None, typer.Option(min=1, help="Shards of an index. [default: by rows]")]
 
 
 def main(
@@ -33,46 +70,17 @@ def main(
     to: Annotated[str, typer.Option("--to", help="The run's folder: cells, graphs, results and report.")],
     data: Annotated[str | None, typer.Option(help="Where a preset's data lie.")] = None,
     model: Annotated[str | None, typer.Option(help="The trained model for a preset.")] = None,
-    ablations: Annotated[
-        str | None, typer.Option(help="Table 2 for a preset: the folder of a finished lattqe ablate.")
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Measure this method alone, beside no expansion; may be repeated.")
-    ] = None,
-    columns: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Columns of the photos (photos: 128; density: 128 and 512, may be repeated)."),
-    ] = None,
-    features: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Density: a labelled feature set of your own; may be repeated, each is the others' distractors."
-        ),
-    ] = None,
-    queries: Annotated[
-        list[str] | None,
-        typer.Option(help="Density: labelled queries, one for each --features; without any, some images are held out."),
-    ] = None,
-    relevant: Annotated[
-        list[int] | None,
-        typer.Option(min=0, help="Density: relevant images, 0 for all (1, 2, 4, 8, 16 and 0); may be repeated."),
-    ] = None,
-    images: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--images",
-            help="Folder or s3:// prefix of the images, by id: "
-            "the report then shows the ten largest gains and losses. May be repeated.",
-        ),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Stop after the golden numbers: mAP without expansion beside the paper's.")
-    ] = False,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Ray workers. [default: one for each GPU, or CPU; none for few rows]")
-    ] = None,
-    shards: Annotated[int | None, typer.Option(min=1, help="Shards of an index. [default: by rows]")] = None,
-    address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
+    ablations: Ablations = None,
+    only: Only = None,
+    columns: Columns = None,
+    features: Features = None,
+    queries: Queries = None,
+    relevant: Relevant = None,
+    images: Images = None,
+    check: Check = False,
+    workers: Workers = None,
+    shards: Shards = None,
+    address: Address = None,
     plan: Plan = False,
     assume: Assume = None,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON on stdout.")] = False,
@@ -81,87 +89,63 @@ def main(
 
     Example: lattqe benchmark run.toml --to results
     """
+    from cluster.benchmark import Bench, plan_cells
     from cluster.session import ray_session
-    from lattqe.benchmark.density import gains
-    from lattqe.benchmark.results import assemble
-    from lattqe.benchmark.runfile import load_run
-    from lattqe.benchmark.spec import trained_ablations
-    from lattqe.report import density_csv, density_illustrations, render_density, render_page
     from lattqe.store import open_place
 
-    lists, cells = (columns, features, queries, relevant), None
-    if spec in PRESETS:
-        options = Options(
-            to.rstrip("/"),
-            data,
-            model,
-            tuple(columns or ()) or None,
-            tuple(features or ()) or None,
-            tuple(queries or ()) or None,
-            tuple(relevant or ()) or None,
-        )
-        chosen = preset_run(spec, options)
-        if ablations is not None:
-            chosen = replace(chosen, ablations=trained_ablations(ablations))
-        make_cells = PRESETS[spec].cells
-        cells = make_cells(options) if make_cells is not None else None
-    elif any(given for given in (data, model, ablations, *lists)):
-        raise LattqeError(
-            "--data, --model, --ablations, --columns, --features, --queries and --relevant belong to "
-            "presets: a TOML file names its data and models"
-        )
-    else:
-        chosen = load_run(spec)
+    options = Options(to.rstrip("/"), data, model, *map(several, (columns, features, queries, relevant)))
+    chosen, cells = chosen_run(spec, options, ablations)
     if check:
         check_golden(chosen)
         return
     chosen = selected(chosen, only or [])
     if (where := setting(plan, assume, 0, workers, address)) is not None:
-        tell(planned(chosen, to, workers, shards, where), where, not open_place(to).is_local, json)
+        tell(plan_cells(Bench(chosen, to, workers, shards), where), where, not open_place(to).is_local, json)
         return
     bench = measured(chosen, to, workers, shards, partial(ray_session, address))
-    if cells is None:
-        results = assemble(chosen, bench, facts(chosen, bench))
-        page = partial(render_page, examples=look(results, chosen, images))
-        report = publish(results, to, page=page)
-    else:
-        results = {**gains(chosen, cells, bench), **facts(chosen, bench)}
-        report = publish(results, to, density_illustrations(results), render_density, density_csv)
+    results, report = reported(chosen, cells, bench, to, images)
     if json:
         print_json(results)
     (print_results if cells is None else print_density)(results)
     screen.print(f"report: {report}", markup=False, soft_wrap=True)
 
 
-def planned(chosen: "Run", to: str, workers: int | None, shards: int | None, where: "Setting") -> "list[Work]":
-    """What the cells take that are needed next; which ones come after them is chosen by what they measure."""
-    from cluster import runs_here
-    from cluster.benchmark import Bench
-    from lattqe.benchmark.cells import method_of
-    from lattqe.benchmark.spec import GRAPH_METHODS
-    from lattqe.cost import plans
-    from lattqe.cost.augment import weighing_of
-    from lattqe.cost.stages import measuring, summed
+def several(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    """The values of an option that may be repeated; None where it was not given."""
+    return tuple(values) if values else None
 
-    bench = Bench(chosen, to, workers, shards)
-    made, searches, known, cells = [], [], set(), bench.cells_to_do()
-    for (dataset, distractors, dba), group in bench.groups(cells).items():
-        sets = [bench.inputs[dataset].database]
-        sets += [bench.distractors[dataset, distractors]] if distractors is not None else []
-        rows, asked = sum(each.rows for each in sets), bench.inputs[dataset].queries
-        here = replace(where, here=where.here and runs_here(rows, workers))
-        searches.append(measuring(rows, asked.rows, asked.dim, len(group), here.machines))
-        if dba is None or dba.method in GRAPH_METHODS:
-            continue
-        joined = plans.Rows.sized(rows, asked.dim, asked.dtype)
-        weighs = weighing_of(method_of(dba, dba=True), dba.k, asked.dim, rows)
-        found = plans.augment(joined, weighs, dict(dba.params).get("hops", 1), here)
-        there = tuple(each.digest for each in sets) in bench.indexes.known or (dataset, distractors) in known
-        made += found[1:] if there else found  # all methods share one graph
-        known.add((dataset, distractors))
-    names = list(dict.fromkeys(work.stage for work in made))
-    works = [summed(name, [work for work in made if work.stage == name]) for name in names]
-    return [*works, summed("cells", searches, cells=f"{len(cells):,} now; what they measure chooses more")]
+
+def chosen_run(spec: str, options: Options, ablations: str | None) -> "tuple[Run, Sequence[DensityCell] | None]":
+    """The run of a TOML file or of a preset; and of the preset density its cells, which want a report of their own."""
+    from lattqe.benchmark.runfile import load_run
+    from lattqe.benchmark.spec import trained_ablations
+
+    if spec not in PRESETS:
+        if ablations is not None or any(value is not None for value in astuple(options)[1:]):
+            raise LattqeError(
+                "--data, --model, --ablations, --columns, --features, --queries and --relevant belong to "
+                "presets: a TOML file names its data and models"
+            )
+        return load_run(spec), None
+    chosen, make_cells = preset_run(spec, options), PRESETS[spec].cells
+    if ablations is not None:
+        chosen = replace(chosen, ablations=trained_ablations(ablations))
+    return chosen, None if make_cells is None else make_cells(options)
+
+
+def reported(
+    chosen: "Run", cells: "Sequence[DensityCell] | None", bench: "Bench", to: str, images: list[str] | None
+) -> tuple[dict[str, Any], str]:
+    """The results of a run whose cells are all there, and the address of their report."""
+    from lattqe.benchmark.density import gains
+    from lattqe.benchmark.results import assemble
+    from lattqe.report import density_csv, density_illustrations, render_density, render_page
+
+    if cells is None:
+        results = assemble(chosen, bench, facts(chosen, bench))
+        return results, publish(results, to, page=partial(render_page, examples=look(results, chosen, images)))
+    results = {**gains(chosen, cells, bench), **facts(chosen, bench)}
+    return results, publish(results, to, density_illustrations(results), render_density, density_csv)
 
 
 def selected(chosen: "Run", only: list[str]) -> "Run":
@@ -357,13 +341,8 @@ def print_results(results: dict[str, Any]) -> None:
     """Show Table 3 on the screen, one narrow table for each kind; then what one should know about it."""
     from lattqe.report import to_text
 
-    for title, (heading, *rows) in to_text(results):
-        table = Table(box=None, padding=(0, 1), header_style="bold", title=shown(title), title_justify="left")
-        for number, name in enumerate(heading):
-            table.add_column(shown(name), justify="left" if number == 0 else "right", no_wrap=number == 0)
-        for row in rows:
-            table.add_row(*map(shown, row))
-        screen.print(table)
+    for title, rows in to_text(results):
+        print_table(title, rows)
         screen.print()
     for finding in results["findings"]:
         mark = "[green]yes[/green]" if finding["holds"] else "[red]no[/red] "
@@ -376,14 +355,19 @@ def print_density(results: dict[str, Any]) -> None:
     """Show for each density what the model gains, beside the best rival tuned for it, and say what that means."""
     from lattqe.report import density_text
 
-    for title, (heading, *rows), verdict in density_text(results):
-        table = Table(box=None, padding=(0, 1), header_style="bold", title=shown(title), title_justify="left")
-        for number, name in enumerate(heading):
-            table.add_column(shown(name), justify="left" if number == 0 else "right")
-        for row in rows:
-            table.add_row(*map(shown, row))
-        screen.print(table)
+    for title, rows, verdict in density_text(results):
+        print_table(title, rows)
         screen.print(shown(verdict) + "\n")
+
+
+def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of texts, the headings first: names to the left, numbers to the right."""
+    table = Table(box=None, padding=(0, 1), header_style="bold", title=shown(title), title_justify="left")
+    for number, name in enumerate(rows[0]):
+        table.add_column(shown(name), justify="left" if number == 0 else "right", no_wrap=number == 0)
+    for row in rows[1:]:
+        table.add_row(*map(shown, row))
+    screen.print(table)
 
 
 def shown(text: str) -> str:

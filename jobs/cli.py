@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 import sys
 from dataclasses import dataclass
 
@@ -10,6 +11,9 @@ from rich.console import Console
 
 from jobs.console import EXIT_BAD_INPUT, run, screen
 from lattqe import __version__
+
+# Half of the settings that a submitted job runs with; see jobs.submit.
+SEALED = "SEALED_LATTQE_SETTINGS"
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,13 @@ VERBS = (
         "a feature set → its augmented index",
         "lattqe augment features --model model --to index",
     ),
-    Verb("append", "jobs.append", "rows join or leave an augmented index", "lattqe append index new-rows --to index2"),
+    Verb(
+        "append",
+        "jobs.augment",
+        "rows join or leave an augmented index",
+        "lattqe append index new-rows --to index2",
+        "append_app",
+    ),
     Verb(
         "search",
         "jobs.search",
@@ -151,6 +161,10 @@ def show_help() -> None:
 
 def main() -> None:
     """Dispatch to one verb; the console script `lattqe`."""
+    if SEALED in os.environ:
+        from jobs.submit import restore_settings
+
+        restore_settings()
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         show_help()

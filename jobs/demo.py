@@ -117,7 +117,7 @@ def train_model(to: str, settings: list[str]) -> str:
 
 def augment_database(features: str, graph: str, model: str, to: str) -> None:
     """LAttDBA of a feature set with the numbers of neighbors and hops that training chose."""
-    from jobs.augment import augment_here
+    from jobs.index import augment_here
     from lattqe.augmentation import Augmentation
     from lattqe.benchmark.spec import chosen_neighbors
     from lattqe.expansion import create

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -30,6 +30,17 @@ HOW_TO_DESCRIBE = (
 
 FolderLabels: TypeAlias = tuple[list[int], list[str]]  # of each image, and the folders' names
 
+CenterCrop = Annotated[
+    int | None,
+    typer.Option(
+        help="instead: central square, scaled to this side; default of --model without --size: what its package says"
+    ),
+]
+ByFolder = Annotated[bool, typer.Option("--labels-from-folders", help="label each image by its top folder")]
+MaxBad = Annotated[
+    str | None, typer.Option(help="bad images to tolerate, as a number or fraction; default 0.1, with --gnd 0")
+]
+
 
 def main(
     images: Annotated[str, typer.Argument(help="folder, s3://bucket/prefix, or list file with one path on each line")],
@@ -41,22 +52,12 @@ def main(
     encoder: Annotated[str | None, typer.Option(help="module:function that returns an encoder")] = None,
     scales: Annotated[str | None, typer.Option(help="relative sizes, averaged; default 1,0.7071,1.4142")] = None,
     size: Annotated[int | None, typer.Option(help="limit of the long side in pixels; default 1024")] = None,
-    center_crop: Annotated[
-        int | None,
-        typer.Option(
-            help="instead: central square, scaled to this side; default of "
-            "--model without --size: what its package says"
-        ),
-    ] = None,
+    center_crop: CenterCrop = None,
     gnd: Annotated[Path | None, typer.Option(help="revisited ground truth: take its images, in its order")] = None,
     queries: Annotated[bool, typer.Option("--queries", help="with --gnd: its queries, cropped to bbx")] = False,
     root: Annotated[str | None, typer.Option(help="folder that a list file's paths are relative to")] = None,
-    labels_from_folders: Annotated[
-        bool, typer.Option("--labels-from-folders", help="label each image by its top folder")
-    ] = False,
-    max_bad: Annotated[
-        str | None, typer.Option(help="bad images to tolerate, as a number or fraction; default 0.1, with --gnd 0")
-    ] = None,
+    labels_from_folders: ByFolder = False,
+    max_bad: MaxBad = None,
     max_pixels: Annotated[int, typer.Option(help="refuse larger images by their header, undecoded")] = 89_000_000,
     exif: Annotated[bool, typer.Option("--exif/--no-exif", help="turn images upright by their EXIF tag")] = True,
     mean: Annotated[str | None, typer.Option(help="R,G,B mean of the encoder's input; default: its own")] = None,
@@ -74,47 +75,18 @@ def main(
 
     Example: lattqe extract photos --checkpoint gl18-tl-resnet101-gem-w.pth --to features
     """
-    import torch
-
     from cluster.extraction import plan_workers
     from cluster.session import ray_session
-    from lattqe.extraction.encoder import EncoderSpec, find_hook_folder, open_encoder, parse_scales
     from lattqe.extraction.image import folder_labels
     from lattqe.store import open_place
-    from lattqe.store.tables import check_dtype
 
-    if not (checkpoint or encoder or model):
-        screen.print("\n".join(HOW_TO_DESCRIBE), markup=False, soft_wrap=True)
-        raise LattqeError("without a network there are no descriptors: above are three ways to get some")
-    if queries and gnd is None:
-        raise LattqeError("--queries needs --gnd, which names them and their crops")
+    _check_asked(checkpoint or encoder or model, queries, gnd)
     listed, inputs = _list(images, root, gnd, queries, to)
     tolerated = bad_limit(max_bad or ("0.1" if gnd is None else "0"), len(listed))
-    spec = EncoderSpec(
-        _absolute(checkpoint),
-        encoder,
-        find_hook_folder(encoder) if encoder else None,
-        _rgb(mean, "--mean"),
-        _rgb(std, "--std"),
-        model,
-        _absolute(weights),
-        pool,
-    )
-    opened = open_encoder(spec, torch.device("cpu"))  # here once: a wrong one is refused before anything starts
-    framing = _framing(opened, size, center_crop, exif, max_pixels)
-    settings = Settings(
-        spec,
-        framing,
-        parse_scales(scales or ("1" if framing.center_crop else "1,0.7071,1.4142")),
-        batch,
-        check_dtype(dtype),
-    )
-    config = {
-        "crop": "bbx, at the scale of the full image" if queries else None,
-        "labels": "top folders" if labels_from_folders else None,
-    }
+    spec = _spec(checkpoint, encoder, mean, std, model, weights, pool)
+    settings, opened = _settings(spec, (size, center_crop, exif, max_pixels), scales, batch, dtype)
     labels = folder_labels(listed) if labels_from_folders else None
-    destination = _prepare(settings, opened, to, config, inputs)
+    destination = _prepare(settings, opened, to, queries, labels_from_folders, inputs)
     if (where := setting(plan, assume, len(listed), workers, address, always_on_ray=True)) is not None:
         where = on_device(where, device)
         tell([planned(settings, opened, destination, listed, where)], where, not open_place(to).is_local, json)
@@ -123,18 +95,31 @@ def main(
     if finished is None:
         with ray_session(address):
             finished = _make(settings, destination, listed, labels, plan_workers(workers, device), tolerated)
+    _show_result(to, finished, destination.dim, json)
+
+
+def _check_asked(network: str | None, queries: bool, gnd: Path | None) -> None:
+    """Refuse what names no network, or queries of nothing."""
+    if network is None:
+        screen.print("\n".join(HOW_TO_DESCRIBE), markup=False, soft_wrap=True)
+        raise LattqeError("without a network there are no descriptors: above are three ways to get some")
+    if queries and gnd is None:
+        raise LattqeError("--queries needs --gnd, which names them and their crops")
+
+
+def _show_result(to: str, finished: "Manifest", dim: int, json: bool) -> None:
     show_table(
         "features",
         {
             "at": to,
             "rows": finished.rows,
-            "dim": destination.dim,
+            "dim": dim,
             "skipped": f"{finished.config['skipped']}, listed in skipped.csv",
             "bytes": human_bytes(finished.total_bytes),
         },
     )
     if json:
-        print_json({"uri": to, "rows": finished.rows, "dim": destination.dim, "skipped": finished.config["skipped"]})
+        print_json({"uri": to, "rows": finished.rows, "dim": dim, "skipped": finished.config["skipped"]})
 
 
 def on_device(where: "Setting", device: str) -> "Setting":
@@ -202,6 +187,38 @@ def _rgb(text: str | None, option: str) -> tuple[float, ...] | None:
     return values
 
 
+def _spec(
+    checkpoint: str | None,
+    hook: str | None,
+    mean: str | None,
+    std: str | None,
+    model: str | None,
+    weights: str | None,
+    pool: str,
+) -> "EncoderSpec":
+    """The network that the options name, as every worker can open it."""
+    from lattqe.extraction.encoder import EncoderSpec, find_hook_folder
+
+    colours = _rgb(mean, "--mean"), _rgb(std, "--std")
+    folder = find_hook_folder(hook) if hook else None
+    return EncoderSpec(_absolute(checkpoint), hook, folder, *colours, model, _absolute(weights), pool)
+
+
+def _settings(
+    spec: "EncoderSpec", frame: tuple[int | None, int | None, bool, int], scales: str | None, batch: int, dtype: str
+) -> "tuple[Settings, Encoder]":
+    """What every worker is told, and the network, opened here once: a wrong one is refused before anything starts."""
+    import torch
+
+    from lattqe.extraction.encoder import open_encoder, parse_scales
+    from lattqe.store.manifest import check_dtype
+
+    opened = open_encoder(spec, torch.device("cpu"))
+    framing = _framing(opened, *frame)
+    sizes = parse_scales(scales or ("1" if framing.center_crop else "1,0.7071,1.4142"))
+    return Settings(spec, framing, sizes, batch, check_dtype(dtype)), opened
+
+
 def bad_limit(text: str, images: int) -> int:
     """How many bad images are tolerated: '20' is twenty, '0.05' and '5%' a twentieth of all."""
     try:
@@ -247,7 +264,7 @@ def _framing(opened: "Encoder", size: int | None, center_crop: int | None, exif:
 
 
 def _prepare(
-    settings: Settings, opened: "Encoder", to: str, config: dict[str, Any], inputs: dict[str, dict[str, str]]
+    settings: Settings, opened: "Encoder", to: str, crops: bool, by_folder: bool, inputs: dict[str, dict[str, str]]
 ) -> "Destination":
     """What is going to be made; the encoder's output decides the rows."""
     from lattqe.extraction.image import Framing
@@ -262,7 +279,8 @@ def _prepare(
         if name not in ("share", "filter") or value != usual[name]
     }
     config = {
-        **config,
+        "crop": "bbx, at the scale of the full image" if crops else None,
+        "labels": "top folders" if by_folder else None,
         **framing,
         "scales": list(settings.scales),
         "batch": settings.batch,

@@ -1,6 +1,7 @@
 """Files of others become feature sets: the verbs import (vectors) and dataset (published data sets, checked)."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -8,23 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import (
-    ProgressBar,
-    command,
-    human_bytes,
-    interruptible,
-    print_json,
-    progress_bar,
-    run,
-    screen,
-    show_table,
-)
-from jobs.log_file import logged
+from jobs.console import ProgressBar, command, group, human_bytes, print_json, progress_bar, run, screen, show_table
 from jobs.plan import Assume, Plan, setting, tell
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
-    from lattqe.datasets.prepare import Report
+    from lattqe.cost import Work
+    from lattqe.datasets.prepare import Progress, Report
+    from lattqe.formats.source import ImportSource
 
 
 BLOCK_ROWS = 8192
@@ -59,19 +51,15 @@ def main(
 
     Example: lattqe import vectors.npy --ids names.txt --labels classes.txt --to features
     """
-    from lattqe.cost.stages import importing
     from lattqe.formats import open_source
     from lattqe.formats.source import local_files
     from lattqe.store import open_place
-    from lattqe.store.tables import check_dtype
 
     for option, file, name in (("ids", ids, ids_key), ("labels", labels, labels_key)):
         if file is not None and name is not None:
             raise LattqeError(f"--{option} and --{option}-key both name the {option}: give one of them")
     conditions = [_split_condition(condition) for condition in select]
-    files = {f"source-{number}": name for number, name in enumerate(sources)}
-    files |= {role: name for role, name in (("ids", ids), ("labels", labels)) if name is not None}
-    files |= {f"select-{number}": name for number, (name, _) in enumerate(conditions)}
+    files = _files(sources, ids, labels, [name for name, _ in conditions])
     with local_files(files) as local:
         source = open_source(
             [local[f"source-{number}"] for number in range(len(sources))],
@@ -83,9 +71,7 @@ def main(
         for note in source.notes:
             screen.print(f"note: {note}", markup=False, soft_wrap=True)
         if (where := setting(plan, assume, 0, None, None)) is not None:
-            size = sum(Path(file).stat().st_size for file in local.values())
-            work = importing(source.rows, source.dim, size, check_dtype(dtype), source.has_labels)
-            tell([work], where, not open_place(to).is_local, json)
+            tell([_planned(source, local, dtype)], where, not open_place(to).is_local, json)
             return
         config = {
             "job": "import", "key": key, "transposed": transposed, "columns": columns, "rows": rows,
@@ -95,6 +81,22 @@ def main(
         result = _write(source, to, dtype, skip_bad, config, _inputs(files, local))
     if json:
         print_json({**result, "notes": source.notes})
+
+
+def _files(sources: list[str], ids: str | None, labels: str | None, selections: list[str]) -> dict[str, str]:
+    """Every file that is read, by its role."""
+    files = {f"source-{number}": name for number, name in enumerate(sources)}
+    files |= {role: name for role, name in (("ids", ids), ("labels", labels)) if name is not None}
+    return files | {f"select-{number}": name for number, name in enumerate(selections)}
+
+
+def _planned(source: "ImportSource", local: dict[str, str], dtype: str) -> "Work":
+    """What the import takes."""
+    from lattqe.cost.stages import importing
+    from lattqe.store.manifest import check_dtype
+
+    size = sum(Path(file).stat().st_size for file in local.values())
+    return importing(source.rows, source.dim, size, check_dtype(dtype), source.has_labels)
 
 
 def _write(source: Any, to: str, dtype: str, skip_bad: bool, config: dict[str, Any], inputs: Any) -> dict[str, Any]:
@@ -176,14 +178,10 @@ To = Annotated[str, typer.Option("--to", help="folder or s3://bucket/prefix that
 Dtype = Annotated[str, typer.Option(help="float16 or float32")]
 Json = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")]
 
-dataset_app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", help=__doc__, no_args_is_help=True
-)
+dataset_app, dataset_command = group("dataset", "Published files of a data set become feature sets, checked.")
 
 
-@dataset_app.command()
-@interruptible
-@partial(logged, name="dataset revisited")
+@dataset_command
 def revisited(
     source: Annotated[
         str,
@@ -202,14 +200,10 @@ def revisited(
     """
     from lattqe.datasets.prepare import prepare_revisited
 
-    with _Bars() as bars:
-        report = prepare_revisited(source, to, dtype, bars.advance)
-    _tell(report, to, json)
+    _prepare(partial(prepare_revisited, source, to, dtype), to, json)
 
 
-@dataset_app.command()
-@interruptible
-@partial(logged, name="dataset r1m")
+@dataset_command
 def r1m(
     sources: Annotated[list[str], typer.Argument(help="files of the distractors' descriptors, in order")],
     to: To,
@@ -223,14 +217,10 @@ def r1m(
     """
     from lattqe.datasets.prepare import prepare_r1m
 
-    with _Bars() as bars:
-        report = prepare_r1m(sources, to, ids, dtype, bars.advance)
-    _tell(report, to, json)
+    _prepare(partial(prepare_r1m, sources, to, ids, dtype), to, json)
 
 
-@dataset_app.command()
-@interruptible
-@partial(logged, name="dataset sfm120k")
+@dataset_command
 def sfm120k(
     source: Annotated[
         str,
@@ -249,14 +239,10 @@ def sfm120k(
     """
     from lattqe.datasets.labelled import prepare_sfm120k
 
-    with _Bars() as bars:
-        report = prepare_sfm120k(source, to, dtype, bars.advance)
-    _tell(report, to, json)
+    _prepare(partial(prepare_sfm120k, source, to, dtype), to, json)
 
 
-@dataset_app.command()
-@interruptible
-@partial(logged, name="dataset photos")
+@dataset_command
 def photos(
     source: Annotated[str, typer.Argument(help="folder or s3:// prefix with NAME_vectors.npy, NAME_labels.npy, ...")],
     to: To,
@@ -272,9 +258,7 @@ def photos(
     _tell(prepare_photos(source, to, columns), to, json)
 
 
-@dataset_app.command()
-@interruptible
-@partial(logged, name="dataset synthetic")
+@dataset_command
 def synthetic(
     to: To,
     seed: Annotated[int, typer.Option(min=0, help="another seed is another world")] = 0,
@@ -291,6 +275,13 @@ def synthetic(
     from lattqe.datasets.synthetic import SyntheticWorld
 
     _tell(prepare_synthetic(SyntheticWorld(seed, dim, scale=scale, distractors=distractors), to), to, json)
+
+
+def _prepare(prepare: "Callable[[Progress], Report]", to: str, json: bool) -> None:
+    """Make feature sets with a bar for each, then tell what was made."""
+    with _Bars() as bars:
+        report = prepare(bars.advance)
+    _tell(report, to, json)
 
 
 class _Bars(ExitStack):

@@ -10,28 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import (
-    Address,
-    Cache,
-    Json,
-    ProgressBar,
-    Workers,
-    command,
-    human_bytes,
-    human_time,
-    on_ray,
-    print_json,
-    progress_bar,
-    run,
-    screen,
-    show_table,
-)
-from jobs.plan import Assume, Plan, setting, tell, this_machine
+from jobs.console import Json, ProgressBar, command, human_bytes, print_json, progress_bar, run, screen, show_table
+from jobs.plan import Address, Assume, Cache, Plan, Workers, human_time, on_ray, setting, tell, this_machine
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
-    from cluster.graph import GraphSummary
-    from cluster.graph_plan import GraphPlan
+    from cluster.graph import GraphPlan, GraphSummary
     from lattqe.cost import Work
     from lattqe.cost.plans import Setting
     from lattqe.search.stored import GraphTask
@@ -57,40 +41,46 @@ PROGRESS_UNIT = 1_000_000  # products of two vectors
 RECALL = 0.95
 
 
+# Options of this verb alone.
+Against = Annotated[
+    str | None,
+    typer.Option(help="A second set (distractors), its rows numbered after the first's: the graph of both together."),
+]
+ScheduleOption = Annotated[
+    Schedule,
+    typer.Option(
+        help="pairs: two blocks are compared once, for both; rows: each block has one worker, which reads all "
+        "others and writes its lists once; auto: what takes less time. The same graph."
+    ),
+]
+EngineOption = Annotated[
+    Engine, typer.Option(help="faiss: it finds the candidates, each list is certified; the same graph.")
+]
+Approximate = Annotated[
+    bool,
+    typer.Option(
+        "--approximate", help="Miss some neighbors, for speed: how many is measured, and kept with the graph."
+    ),
+]
+Recall = Annotated[
+    float | None, typer.Option(help=f"Of --approximate: share of the true neighbors to find; by default {RECALL}.")
+]
+
+
 def main(
     features: Annotated[str, typer.Argument(help="The feature set: a folder or s3://bucket/prefix.")],
     to: Annotated[str, typer.Option("--to", help="Where the graph goes.")],
     k: Annotated[int, typer.Option("-k", min=1, help="Neighbors for each row, never the row itself.")] = 64,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            help="A second set (distractors), its rows numbered after the first's: the graph of both together."
-        ),
-    ] = None,
+    against: Against = None,
     into: Annotated[str | None, typer.Option(help="The second set's own graph, made before and shared.")] = None,
     workers: Workers = None,
     address: Address = None,
     cache: Cache = None,
     block_rows: Annotated[int | None, typer.Option(min=1, help="Rows of a block; by default as fit.")] = None,
-    schedule: Annotated[
-        Schedule,
-        typer.Option(
-            help="pairs: two blocks are compared once, for both; rows: each block has one worker, which reads all "
-            "others and writes its lists once; auto: what takes less time. The same graph."
-        ),
-    ] = Schedule.auto,
-    engine: Annotated[
-        Engine, typer.Option(help="faiss: it finds the candidates, each list is certified; the same graph.")
-    ] = Engine.lattqe,
-    approximate: Annotated[
-        bool,
-        typer.Option(
-            "--approximate", help="Miss some neighbors, for speed: how many is measured, and kept with the graph."
-        ),
-    ] = False,
-    recall: Annotated[
-        float | None, typer.Option(help=f"Of --approximate: share of the true neighbors to find; by default {RECALL}.")
-    ] = None,
+    schedule: ScheduleOption = Schedule.auto,
+    engine: EngineOption = Engine.lattqe,
+    approximate: Approximate = False,
+    recall: Recall = None,
     plan: Plan = False,
     assume: Assume = None,
     json: Json = False,
@@ -99,9 +89,8 @@ def main(
 
     Killed at any time, the same command goes on where it stopped. Example: lattqe neighbors features -k 64 --to graph
     """
-    from cluster import runs_here
-    from lattqe.search.stored import GraphTask, begin_graph, check_sets, open_sets
-    from lattqe.store import find_manifest, open_place
+    from lattqe.search.stored import GraphTask, check_sets, open_sets
+    from lattqe.store import open_place
 
     # Workers may run elsewhere: addresses are made absolute here.
     task = GraphTask(
@@ -114,7 +103,6 @@ def main(
         engine=engine.value,
         recall=wanted_recall(recall, approximate, against, block_rows, schedule, engine),
     )
-    facts: dict[str, Any]
     check_sets(task)
     sets = open_sets(task)
     rows = sum(each.rows for each in sets)
@@ -129,21 +117,33 @@ def main(
     if k >= rows:
         note = f"note: {rows:,} rows have {rows - 1:,} neighbors each, fewer than k = {k}: lists are padded"
         screen.print(note, markup=False, soft_wrap=True)
-    if find_manifest(open_place(to)) is not None:
-        manifest, facts = begin_graph(task).finish(), {}
+    manifest, took = made(task, rows, workers, address, block_rows, schedule)
+    if not took:
         screen.print(f"{to} is already up to date", markup=False)
-    elif task.recall is not None:
-        with nullcontext() if runs_here(0, workers, address) else on_ray(address):
-            manifest, facts = approximate_neighbors(task, workers, here=runs_here(0, workers, address))
-    elif block_rows is None and schedule is Schedule.auto and runs_here(rows, workers, address):
-        manifest, facts = neighbors_here(task)
-    else:
-        with on_ray(address):
-            manifest, facts = neighbors(task, workers, block_rows, schedule.value)
-    facts = {"graph": to, "digest": manifest.digest, "rows": manifest.rows, "k": k} | facts | promise(manifest)
+    facts = {"graph": to, "digest": manifest.digest, "rows": manifest.rows, "k": k} | took | promise(manifest)
     if json:
         print_json(facts)
     show_table(f"neighbors in {to}", {name: _readable(name, value) for name, value in facts.items()})
+
+
+def made(
+    task: "GraphTask", rows: int, workers: int | None, address: str | None, block_rows: int | None, schedule: Schedule
+) -> "tuple[Manifest, dict[str, Any]]":
+    """The graph, made in this process or on Ray: its manifest, and what it took; nothing where it was there already."""
+    from cluster import runs_here
+    from lattqe.search.stored import begin_graph
+    from lattqe.store import find_manifest, open_place
+
+    if find_manifest(open_place(task.to)) is not None:
+        return begin_graph(task).finish(), {}
+    if task.recall is not None:
+        here = runs_here(0, workers, address)
+        with nullcontext() if here else on_ray(address):
+            return approximate_neighbors(task, workers, here)
+    if block_rows is None and schedule is Schedule.auto and runs_here(rows, workers, address):
+        return neighbors_here(task)
+    with on_ray(address):
+        return neighbors(task, workers, block_rows, schedule.value)
 
 
 def planned(task: "GraphTask", where: "Setting") -> "Work":
@@ -218,7 +218,7 @@ def approximate_neighbors(task: "GraphTask", workers: int | None, here: bool) ->
             made = build_approximate(task, bar.advance)
             ran: dict[str, Any] = {"workers": 0}
         else:
-            from cluster.approximate import build_approximate as build_on_ray
+            from cluster.graph import build_approximate as build_on_ray
 
             made, blocks = build_on_ray(task, bar.advance, workers=workers)
             used = len(blocks.blocks_by_worker)

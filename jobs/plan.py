@@ -1,20 +1,35 @@
-"""What a job takes before it runs: `--plan` of every job, and plans for sets and clusters that are not there."""
+"""What a job takes before it runs: `--plan` of every job, and plans for sets and clusters that are not there.
+
+And the options that say where it runs.
+"""
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import command, human_bytes, human_time, on_ray, print_json, run, show_table
+from jobs.console import command, human_bytes, print_json, run, screen, show_table
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
     from lattqe.cost import Cost, Machines, Work
     from lattqe.cost.plans import Rows, Setting
 
+# Options that several jobs have.
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Ray workers; by default none up to 50,000 rows, which are "
+        "worked on in this process, else one for each GPU, or CPU.",
+    ),
+]
+Address = Annotated[str | None, typer.Option(help="A running Ray cluster; by default $RAY_ADDRESS, or this machine.")]
+Cache = Annotated[str | None, typer.Option(help="Node-local folder for rows that live on S3.")]
 # Options of every job that does sizeable work.
 Plan = Annotated[
     bool,
@@ -30,6 +45,20 @@ Assume = Annotated[
     ),
 ]
 DISK_SPEED = 1e9  # bytes a second of a local disk: assumed
+
+
+@contextmanager
+def on_ray(address: str | None = None) -> Iterator[None]:
+    """A Ray session around the body; that one starts is told, because it takes seconds."""
+    import ray
+
+    from cluster.session import ray_session
+
+    if not ray.is_initialized():
+        where = address or os.environ.get("RAY_ADDRESS")
+        screen.print(f"joining the Ray cluster at {where}…" if where else "starting Ray…", markup=False)
+    with ray_session(address):
+        yield
 
 
 def setting(
@@ -49,8 +78,7 @@ def setting(
             raise LattqeError("--assume belongs to --plan: add --plan, or leave it out")
         return None
     from cluster import runs_here
-    from lattqe.cost import parse_assumption
-    from lattqe.cost.plans import Setting
+    from lattqe.cost.plans import Setting, parse_assumption
 
     if assume is not None:
         machines, here = replace(parse_assumption(assume), asked=workers), False
@@ -75,7 +103,7 @@ def cluster_machines(address: str | None) -> "Machines":
     if address is None and not os.environ.get("RAY_ADDRESS"):
         return replace(this_machine(), asked=None)
     with on_ray(address):
-        from cluster.graph_plan import connected_machines
+        from cluster.session import connected_machines
 
         return connected_machines()
 
@@ -171,6 +199,14 @@ def money(cost: "Cost") -> str:
     return f"${cost.dollars:,.2f} with 10 minutes for the nodes to start{asked}"
 
 
+def human_time(seconds: float) -> str:
+    """95 -> '95 s', 3900 -> '1 h 05 min'."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
 def amount(value: float, unit: str) -> str:
     """2.05e15 -> '2.05 PFLOP'."""
     for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
@@ -203,9 +239,9 @@ def main(
 
     Example: lattqe plan 100000000x512 -k 64 --method paper --assume "nodes=16,gpus=1,tflops=10,price=0.5"
     """
-    from lattqe.cost import Cost, parse_assumption
-    from lattqe.cost.plans import Rows, Setting
-    from lattqe.store.tables import check_dtype
+    from lattqe.cost import Cost
+    from lattqe.cost.plans import Rows, Setting, parse_assumption
+    from lattqe.store.manifest import check_dtype
 
     check_dtype(dtype)
     clusters = [parse_assumption(text) for text in assume or ["nodes=1"]]
@@ -322,6 +358,5 @@ def decimal(size: float) -> str:
 
 
 app = command(main)
-
 if __name__ == "__main__":
     run(app)

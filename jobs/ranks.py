@@ -10,7 +10,7 @@ from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
     from lattqe.evaluation import Scores
-    from lattqe.evaluation.stored import JudgedRanks
+    from lattqe.evaluation.analysis import JudgedRanks
     from lattqe.report.gallery import Card, Gallery
 
 
@@ -35,7 +35,7 @@ def evaluate(
     Example: lattqe evaluate ranks --truth gnd_roxford5k.json --csv queries.csv
     """
     from lattqe.evaluation import score_ranking
-    from lattqe.evaluation.stored import JudgedRanks
+    from lattqe.evaluation.analysis import JudgedRanks
 
     ks = numbers(at)
     judged = JudgedRanks.open(ranks, None if truth == "labels" else truth, database, queries, distractors)
@@ -151,7 +151,7 @@ def gallery(
 
     Example: lattqe gallery ranks --against plain-ranks --images photos --to gallery.html
     """
-    from lattqe.evaluation.stored import JudgedRanks
+    from lattqe.evaluation.analysis import JudgedRanks
     from lattqe.report.gallery import Gallery, Thumbnails, choose, fill, neighbor_weights, render_gallery
 
     place, name = _page(to)

@@ -9,22 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import (
-    Address,
-    Cache,
-    Json,
-    command,
-    human_bytes,
-    note_approximate,
-    on_ray,
-    print_json,
-    progress_bar,
-    run,
-    screen,
-    show_table,
-)
-from jobs.methods import NAMES, method_options, method_params
-from jobs.plan import Assume, Plan, setting, tell
+from jobs.console import Json, command, human_bytes, note_approximate, print_json, progress_bar, run, screen, show_table
+from jobs.index import NAMES, method_options, method_params
+from jobs.plan import Address, Assume, Cache, Plan, on_ray, setting, tell
 from lattqe.cost.work import PART_QUERIES
 from lattqe.errors import LattqeError
 
@@ -221,7 +208,7 @@ def answer(
 ) -> dict[str, Any]:
     """Search the missing parts and publish each; return the seconds it took."""
     from lattqe.expansion.rows import expand_queries
-    from lattqe.search.pairing import Clock
+    from lattqe.search.rows import Clock
     from lattqe.store import ranks_table
 
     clock, missing = Clock(), pending.missing()

@@ -1,7 +1,15 @@
-"""Clusters that run elsewhere: the verb submit runs a job there, the verb doctor checks every node and the storage."""
+"""Clusters that run elsewhere: the verb submit runs a job there, the verb doctor checks every node and the storage.
+
+Storage settings travel with a job by a way that leaves no credential in Ray's logs: in two halves, each of which is
+noise without the other. One is an environment variable, which Ray logs; the other a file beside the code.
+"""
 
 import asyncio
+import base64
+import json as json_text
 import logging
+import os
+import secrets
 import shlex
 import shutil
 import tempfile
@@ -12,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jobs.cli import SEALED, VERBS
 from jobs.console import (
     EXIT_INTERRUPTED,
     EXIT_TERMINATED,
@@ -28,10 +37,10 @@ from lattqe.errors import LattqeError, event
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
-
 POLL_SECONDS = 0.5
 START_SECONDS = 60.0  # a dashboard answers before its node can take jobs
 PACKAGES = ("lattqe", "cluster", "jobs")
+PAD_FILE = "environment.pad"
 
 
 def main(
@@ -44,8 +53,7 @@ def main(
 
     Example: lattqe submit --address http://head:8265 -- augment s3://b/features --model s3://b/model --to s3://b/index
     """
-    from cluster.environment import PAD_FILE, SEALED, forwarded_environment, seal
-    from jobs.cli import VERBS
+    from cluster.session import forwarded_environment
 
     if job[0] not in {verb.name for verb in VERBS}:
         raise LattqeError(f"there is no verb {job[0]!r} to submit: see lattqe --help")
@@ -57,7 +65,7 @@ def main(
         growth = {name: str(count) for name, count in (("LATTQE_GPUS", gpus), ("LATTQE_CPUS", cpus)) if count}
         sealed, pad = seal(forwarded_environment() | growth)
         (Path(folder) / PAD_FILE).write_bytes(pad)
-        entrypoint = shlex.join(["python", "-m", "cluster.environment", "jobs.cli", *job])
+        entrypoint = shlex.join(["python", "-m", "jobs.cli", *job])
         environment = {"working_dir": folder, "env_vars": {SEALED: sealed}}
         number = hand_over(client, entrypoint, environment)
     screen.print(
@@ -65,6 +73,23 @@ def main(
         soft_wrap=True,
     )
     raise SystemExit(follow(client, number))
+
+
+def seal(settings: dict[str, str]) -> tuple[str, bytes]:
+    """Split settings into a text and a pad of random bytes; either alone says nothing but their length."""
+    plain = json_text.dumps(settings).encode()
+    pad = secrets.token_bytes(len(plain))
+    return base64.b64encode(bytes(a ^ b for a, b in zip(plain, pad))).decode(), pad
+
+
+def unseal(text: str, pad: bytes) -> dict[str, str]:
+    """The settings that `seal` split."""
+    return json_text.loads(bytes(a ^ b for a, b in zip(base64.b64decode(text), pad)))
+
+
+def restore_settings() -> None:
+    """Put the halves together: where a submitted job runs, before anything else."""
+    os.environ.update(unseal(os.environ.pop(SEALED), Path(PAD_FILE).read_bytes()))
 
 
 def connect(address: str) -> "JobSubmissionClient":
@@ -166,7 +191,7 @@ def doctor(
         return
     if device is not None:
         raise LattqeError("--device belongs to --gpu: add --gpu, or leave it out")
-    from cluster.doctor import examine, to_fix
+    from cluster.monitor import examine, to_fix
     from cluster.session import ray_session
 
     with ray_session(address):

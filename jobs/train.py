@@ -3,16 +3,14 @@
 import json as json_module
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jobs.console import (
-    PlainCommand,
     command,
+    group,
     human_bytes,
-    interruptible,
     note_approximate,
     print_json,
     progress_bar,
@@ -20,7 +18,6 @@ from jobs.console import (
     screen,
     show_table,
 )
-from jobs.log_file import logged
 from jobs.plan import Assume, Plan, setting, tell
 from lattqe.errors import LattqeError
 
@@ -278,14 +275,10 @@ ablate_app = command(ablate)
 
 Json = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")]
 
-whiten_app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", help=__doc__, no_args_is_help=True
-)
+whiten_app, whiten_command = group("whiten", "Learn a whitening from features, apply it to features.")
 
 
-@whiten_app.command(cls=PlainCommand)
-@interruptible
-@partial(logged, name="whiten learn")
+@whiten_command
 def learn(
     features: Annotated[str, typer.Argument(help="feature set to learn from; method learned needs its labels")],
     to: Annotated[str, typer.Option(help="where to write the whitening: folder or s3://bucket/prefix")],
@@ -311,9 +304,7 @@ def learn(
     _tell({"uri": to, "digest": manifest.digest, "input_dim": whitening.input_dim, **whitening.config}, json)
 
 
-@whiten_app.command(cls=PlainCommand)
-@interruptible
-@partial(logged, name="whiten apply")
+@whiten_command
 def apply(
     features: Annotated[str, typer.Argument(help="feature set to whiten")],
     whitening: Annotated[str, typer.Option(help="what `lattqe whiten learn` made")],
@@ -326,7 +317,7 @@ def apply(
     Example: lattqe whiten apply features --whitening whitening --to whitened
     """
     from lattqe.store import FeatureSet
-    from lattqe.store.tables import check_dtype
+    from lattqe.store.manifest import check_dtype
     from lattqe.whitening import whiten_features
 
     opened = FeatureSet.open(features)
@@ -337,9 +328,7 @@ def apply(
     _tell({"uri": to, "rows": manifest.rows, "dim": manifest.fields["dim"], "digest": manifest.digest}, json)
 
 
-@whiten_app.command(cls=PlainCommand)
-@interruptible
-@partial(logged, name="whiten from-checkpoint")
+@whiten_command
 def from_checkpoint(
     checkpoint: Annotated[str, typer.Argument(help="network file of the published layout that carries a whitening")],
     to: Annotated[str, typer.Option(help="where to write the whitening: folder or s3://bucket/prefix")],

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lattqe.search.compare import Lists as GraphLists
+from lattqe.search.compare import compare_within
 from lattqe.search.exact import exact_scores
-from lattqe.search.graph import Lists as GraphLists
-from lattqe.search.graph import compare_within, knn_graph
-from lattqe.search.pairing import Clock
+from lattqe.search.graph import faiss_graph, knn_graph
 from lattqe.search.products import (
     GPU_KINDS,
     Block,
@@ -32,7 +32,7 @@ from lattqe.search.products import (
     TorchProducts,
     lanes_on,
 )
-from lattqe.search.second import faiss_graph
+from lattqe.search.rows import Clock
 
 ROWS, DIM, K = 3000, 256, 20
 SIDE = {"cpu": 1024, "cuda": 8192}  # rows of a tile that is timed

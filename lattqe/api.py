@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lattqe.augmentation.hops import check_hops, hop
 from lattqe.augmentation.recipe import is_augmented
 from lattqe.device import gpu_or_none
 from lattqe.errors import LattqeError
 from lattqe.evaluation import GroundTruth, LabelTruth, Scores, score_ranking
-from lattqe.evaluation.stored import JudgedRanks, read_gnd
+from lattqe.evaluation.analysis import JudgedRanks, read_gnd
 from lattqe.expansion import METHODS, create
 from lattqe.expansion.attention import load_network
-from lattqe.expansion.base import Method
+from lattqe.expansion.base import Method, check_hops
+from lattqe.expansion.diffusion import hop
 from lattqe.expansion.rows import augment_rows, expand_queries, list_lengths, shared_table, shares
 from lattqe.model import LAttQE
 from lattqe.search import FlatIndex, knn_graph
@@ -219,7 +219,7 @@ def augment(
 
     As `expand`; only original vectors are read, a row is never its own neighbor (its duplicates may be), and lattqe
     takes the tempered softmax. Search this instead of xb, with queries expanded from it. `hops`: above 1, features
-    flow that many times over the weighted edges of all rows (`lattqe.augmentation.hops`), each time with a share
+    flow that many times over the weighted edges of all rows (`lattqe.expansion.diffusion`), each time with a share
     `hop_alpha` from the neighbors; by default what the model was trained for.
     """
     xb = _unit_rows(xb, "xb")

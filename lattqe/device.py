@@ -106,6 +106,17 @@ def matmul_precision(device: torch.device, precision: str = "ieee") -> Iterator[
             torch.backends.cuda.matmul.fp32_precision = before
 
 
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Torch with `count` threads for each thread that begins inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def resident_bytes() -> int:
     """Memory of this process now, mapped files included."""
     return _status("VmRSS")

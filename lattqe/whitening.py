@@ -23,7 +23,7 @@ from lattqe.store import (
     save_model,
 )
 from lattqe.store.features import normalised
-from lattqe.store.tables import matrix_column
+from lattqe.store.parts import matrix_column
 
 KIND = "whitening"
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from lattqe.augmentation.bands import HopTask
-from lattqe.augmentation.hops import hop
+from lattqe.augmentation.recipe import HopTask
+from lattqe.expansion.diffusion import hop
 from lattqe.store import Edges, FeatureSet, FeatureWriter, Pending, edges_table, part_row_counts
 
 ROWS, DIM, K, HOPS, ALPHA = 230, 21, 6, 4, 0.85

@@ -10,7 +10,7 @@ import torch
 from jobs.submit import accept_device
 from lattqe import acceptance
 from lattqe.acceptance import accept, attack, kill_and_resume, peaks_of
-from lattqe.cost import parse_assumption
+from lattqe.cost.plans import parse_assumption
 from lattqe.search.products import TorchProducts
 
 CPU = torch.device("cpu")

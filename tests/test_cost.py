@@ -14,20 +14,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from training_sets import TINY, write_set
 
-import jobs.append
 import jobs.augment
-import jobs.benchmark
 import jobs.extract
 import jobs.import_
 import jobs.neighbors
 import jobs.plan
 import jobs.search
 import jobs.train
+from cluster.benchmark import Bench, plan_cells
 from cluster.graph import Progress
 from cluster.graph_worker import GraphWorker
-from lattqe.cost import Cost, Machines, cut_rows, graph_of_pairs, parse_assumption
+from lattqe.cost import Cost, Machines, cut_rows, graph_of_pairs
 from lattqe.cost.augment import weighing
-from lattqe.cost.plans import Rows, Setting
+from lattqe.cost.plans import Rows, Setting, parse_assumption
 from lattqe.cost.work import GET_OPERATIONS, PUT_OPERATIONS, Work
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE, LAttQEConfig
@@ -49,11 +48,11 @@ def write(uri, rows, part_bytes, seed=0):
     return FeatureSet.open(uri)
 
 
-def run(capsys, job, *arguments):
+def run(capsys, app, *arguments):
     """Run a verb in this process: its JSON, and what it read, wrote and asked for."""
     before = traffic.totals()
     capsys.readouterr()
-    job.app([*map(str, arguments), "--json"], standalone_mode=False)
+    app([*map(str, arguments), "--json"], standalone_mode=False)
     return json.loads(capsys.readouterr().out), counted_since(before)
 
 
@@ -80,10 +79,10 @@ def jobs_of(base, queries):
     features, graph, index = f"{base}/features", f"{base}/graph", f"{base}/index"
     dba = ("--method", "alphaqe", "-k", 10, "--neighbors", graph)
     return [
-        (jobs.neighbors, (features, "-k", K, "--to", graph)),
-        (jobs.augment, (features, *dba, "--to", index)),
-        (jobs.augment, (features, *dba, "--hops", 3, "--to", f"{base}/hopped")),
-        (jobs.search, (index, queries, "-k", 10, "--expand", "alphaqe", "--nqe", 5, "--to", f"{base}/ranks")),
+        (jobs.neighbors.app, (features, "-k", K, "--to", graph)),
+        (jobs.augment.app, (features, *dba, "--to", index)),
+        (jobs.augment.app, (features, *dba, "--hops", 3, "--to", f"{base}/hopped")),
+        (jobs.search.app, (index, queries, "-k", 10, "--expand", "alphaqe", "--nqe", 5, "--to", f"{base}/ranks")),
     ]
 
 
@@ -97,7 +96,7 @@ def test_bytes_and_products_are_as_planned(tmp_path, capsys, rows, part_bytes):
         assert not open_place(str(arguments[-1])).list()
         done, counted = run(capsys, job, *arguments)
         check(plan["stages"], counted)
-        if job is jobs.neighbors:
+        if job is jobs.neighbors.app:
             assert plan["stages"][0]["products"] == pytest.approx(done["products_made"], rel=0.05)
 
 
@@ -116,13 +115,13 @@ def test_a_growth_is_about_as_planned(tmp_path, capsys):
     write(f"{tmp_path}/features", 3000, 1 << 16)
     new = write(f"{tmp_path}/new", 60, 1 << 16, seed=2)
     _, make, *_ = jobs_of(tmp_path, "")
-    run(capsys, jobs.neighbors, f"{tmp_path}/features", "-k", K, "--to", f"{tmp_path}/graph")
+    run(capsys, jobs.neighbors.app, f"{tmp_path}/features", "-k", K, "--to", f"{tmp_path}/graph")
     run(capsys, make[0], *make[1])
     arguments = (f"{tmp_path}/index", new.uri, "--to", f"{tmp_path}/grown")
-    (stage,) = run(capsys, jobs.append, *arguments, "--plan", "--assume", "nodes=2")[0]["stages"]
+    (stage,) = run(capsys, jobs.augment.append_app, *arguments, "--plan", "--assume", "nodes=2")[0]["stages"]
     assert stage["products"] == 60 * 3000 + 60 * 3060, "on workers newcomers and old rows meet for each side"
-    (stage,) = run(capsys, jobs.append, *arguments, "--plan")[0]["stages"]
-    done, counted = run(capsys, jobs.append, *arguments)
+    (stage,) = run(capsys, jobs.augment.append_app, *arguments, "--plan")[0]["stages"]
+    done, counted = run(capsys, jobs.augment.append_app, *arguments)
     assert stage["products"] == pytest.approx(done["products"], rel=0.05)
     assert stage["bytes_read"] == pytest.approx(counted["read"], rel=0.3)
     assert stage["bytes_written"] == pytest.approx(counted["written"], rel=0.3)
@@ -139,7 +138,11 @@ def test_other_jobs_are_planned_too_and_write_nothing(tmp_path, capsys):
     train = [trained, "--val", held_out, "--preset", "paper", *tiny]
     extract = [f"{tmp_path}/photos", "--encoder", "tiny_encoder:make", "--size", "32"]
     assume = ["--plan", "--assume", "nodes=2,gpus=1,price=0.5", "--to", f"{tmp_path}/nothing"]
-    for job, arguments in ((jobs.import_, [f"{tmp_path}/x.npy"]), (jobs.extract, extract), (jobs.train, train)):
+    for job, arguments in (
+        (jobs.import_.app, [f"{tmp_path}/x.npy"]),
+        (jobs.extract.app, extract),
+        (jobs.train.app, train),
+    ):
         plan, counted = run(capsys, job, *arguments, *assume)
         (stage,) = plan["stages"]
         assert counted["written"] == 0
@@ -155,7 +158,7 @@ def test_other_jobs_are_planned_too_and_write_nothing(tmp_path, capsys):
 
 def test_a_benchmark_is_planned_as_far_as_it_is_chosen(tmp_path):
     chosen = small_run(tmp_path / "data")
-    works = jobs.benchmark.planned(chosen, f"{tmp_path}/results", None, None, Setting(Machines(asked=1), here=True))
+    works = plan_cells(Bench(chosen, f"{tmp_path}/results"), Setting(Machines(asked=1), here=True))
     assert works[-1].stage == "cells"
     assert works[-1].products > 0
     assert not (tmp_path / "results").exists()
@@ -281,14 +284,14 @@ def test_what_cannot_be_planned_is_refused(tmp_path):
 
     def refused(job, *more):
         with pytest.raises(LattqeError) as caught:
-            job.app([*arguments, *more], standalone_mode=False)
+            job([*arguments, *more], standalone_mode=False)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert "--assume belongs to --plan" in refused(jobs.neighbors, "--assume", "nodes=2")
-    assert "keys are" in refused(jobs.neighbors, "--plan", "--assume", "nodse=2")
-    assert "two blocks of 512 rows" in refused(jobs.neighbors, "--plan", "--assume", "nodes=2,memory=500MB,cpus=4")
-    assert "use fewer workers" in refused(jobs.augment, "--plan", "--assume", "nodes=1,memory=600MB,cpus=1")
+    assert "--assume belongs to --plan" in refused(jobs.neighbors.app, "--assume", "nodes=2")
+    assert "keys are" in refused(jobs.neighbors.app, "--plan", "--assume", "nodse=2")
+    assert "two blocks of 512 rows" in refused(jobs.neighbors.app, "--plan", "--assume", "nodes=2,memory=500MB,cpus=4")
+    assert "use fewer workers" in refused(jobs.augment.app, "--plan", "--assume", "nodes=1,memory=600MB,cpus=1")
     with pytest.raises(LattqeError, match=r"needs .* for each of 8 workers"):
         Cost([Work("graph", 1, worker_bytes=10**12)], Machines()).check()
     with pytest.raises(LattqeError, match="'1Mx512' is not a size"):
@@ -297,7 +300,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path):
 
 
 def test_more_machines_take_less_time_and_products_stay(capsys):
-    sizes = [jobs.plan, "10000000x512", "-k", 64]
+    sizes = [jobs.plan.app, "10000000x512", "-k", 64]
     one, _ = run(capsys, *sizes, "--assume", "nodes=1,gpus=1,price=0.5")
     many, _ = run(capsys, *sizes, "--assume", "nodes=8,gpus=1,price=0.5")
     assert many[0]["stages"][0]["products"] == pytest.approx(one[0]["stages"][0]["products"], rel=0.02)

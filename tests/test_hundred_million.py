@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 
 from lattqe.store import Manifest, features_table, neighbors_table
-from lattqe.store.manifest import Part, checksum
+from lattqe.store.manifest import Part, checksum, schema_columns
+from lattqe.store.parts import encode_part
 from lattqe.store.pending import part_name
-from lattqe.store.tables import encode_part, schema_columns
 
 ROWS, PART_ROWS, LIMIT = 100_000_000, 50_000, 2 << 30
 

@@ -1,4 +1,4 @@
-"""Hops over graphs of any size, in files: the work of `lattqe.augmentation.hops` cut into bands of rows and groups of
+"""Hops over graphs of any size, in files: the work of `lattqe.expansion.diffusion` cut into bands of rows and groups of
 columns, by the numbers of rows and columns alone.
 
 First W is transposed: the edges of each band of rows are sorted by the band that they lead to (`turn`), and each band
@@ -14,98 +14,34 @@ die at any time. All of them lie in the `_work` of the index, which its publicat
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import scipy.sparse as sparse
 
-from lattqe.augmentation.hops import column_groups, directed, hopped, transition, unit_rows
+from lattqe.augmentation.recipe import Cut, HopTask
 from lattqe.device import peak_bytes
 from lattqe.errors import CorruptDataError, LattqeError
+from lattqe.expansion.diffusion import directed, hopped, transition, unit_rows
 from lattqe.store import Edges, FeatureSet, MissingFileError, Pending, UnavailableError
 from lattqe.store.manifest import SEAL_BYTES, seal_bytes, unseal_bytes
-from lattqe.store.place import absolute, node_folder, traffic
-from lattqe.store.tables import matrix_column
+from lattqe.store.parts import matrix_column
+from lattqe.store.place import traffic
 
 if TYPE_CHECKING:
     from lattqe.augmentation.recipe import AugmentSummary
 
 FOLDER = "_work/hops/"
-BAND_ROWS = 16_384  # 20 MiB of edges at k = 50: some seconds of work between two looks at the queue
-MOST_BANDS = 256  # their transposition reads the square of that many pieces
-GROUP_BYTES = 512 << 20  # of all rows of a group of columns, held by a worker
 READS_AT_ONCE = 8
 UNIT_ROWS = 4096  # normalised at once, in float64
 RESCANS = 8  # of what is there, after a file was found damaged or gone
-
 # ("turn", band), ("start", band), ("fold", band), ("hop", group, hop, band) or ("part", part)
 Item = tuple[Any, ...]
 
 
 class StaleHopsError(LattqeError):
     """A file that was to be read is damaged, or another driver has gone on and removed it: look again what is there."""
-
-
-@dataclass(frozen=True)
-class HopTask:
-    """What to compute: all that decides the result, and nothing larger than a line, for it goes to every worker."""
-
-    features: str  # URI of the original rows
-    edges: str  # URI of their edges
-    to: str  # where a Pending has been begun
-    hops: int
-    alpha: float
-    cache: str | None = None  # node-local folder that keeps remote rows
-    band_rows: int = BAND_ROWS
-    group_bytes: int = GROUP_BYTES
-
-    def __post_init__(self) -> None:
-        """Make addresses absolute, for the workers."""
-        for name in ("features", "edges", "to"):
-            object.__setattr__(self, name, absolute(getattr(self, name)))
-        object.__setattr__(self, "cache", node_folder(self.cache))
-
-    def cut(self, rows: int, dim: int) -> "Cut":
-        """The cut of so many rows and columns."""
-        return Cut.of(rows, dim, self.band_rows, self.group_bytes)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Bands of rows and groups of columns."""
-
-    rows: int
-    dim: int
-    band_rows: int
-    group_bytes: int
-
-    @classmethod
-    def of(cls, rows: int, dim: int, band_rows: int = BAND_ROWS, group_bytes: int = GROUP_BYTES) -> "Cut":
-        """The cut by these sizes, with larger bands where there would be too many."""
-        return cls(rows, dim, max(band_rows, -(-rows // MOST_BANDS)), group_bytes)
-
-    @cached_property
-    def bands(self) -> list[tuple[int, int]]:
-        """First and last+1 row of each band."""
-        return [(start, min(start + self.band_rows, self.rows)) for start in range(0, self.rows, self.band_rows)]
-
-    @cached_property
-    def groups(self) -> list[slice]:
-        """The columns of each group."""
-        return column_groups(self.rows, self.dim, self.group_bytes)
-
-    @property
-    def band_sizes(self) -> list[int]:
-        """Rows of each band."""
-        return [stop - first for first, stop in self.bands]
-
-    @property
-    def group_sizes(self) -> list[int]:
-        """Columns of each group."""
-        return [group.stop - group.start for group in self.groups]
 
 
 def _turned(band: int) -> str:

@@ -14,8 +14,8 @@ import numpy as np
 from lattqe.augmentation.recipe import GRAPH, Augmentation, Recipe, read_reusable, write_reusable
 from lattqe.errors import CorruptDataError
 from lattqe.expansion import create
-from lattqe.search.pairing import Clock
-from lattqe.search.update import update_graph
+from lattqe.search.graph import update_graph
+from lattqe.search.rows import Clock
 from lattqe.store import (
     FeatureSet,
     MissingFileError,

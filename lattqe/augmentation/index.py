@@ -31,7 +31,7 @@ from lattqe.expansion.attention import model_inputs
 from lattqe.expansion.base import Expanded, RowSource
 from lattqe.expansion.rows import augment_rows, list_lengths, shared_table, shares
 from lattqe.search.index import StoredIndex
-from lattqe.search.pairing import Clock
+from lattqe.search.rows import Clock
 from lattqe.store import (
     Edges,
     FeatureSet,
@@ -241,7 +241,9 @@ def begin_index(task: Augmentation) -> Pending:
     Of an index of several hops the edges must be finished: see `Augmentation.stages`.
     """
     features = FeatureSet.open(task.features)
-    fields = {name: features.manifest.fields[name] for name in ("dim", "dtype")}
+    fields: dict[str, Any] = {"dim": features.dim, "dtype": features.dtype}
+    if features.label_names is not None:
+        fields["label_names"] = features.label_names
     part_rows = [part.rows for part in features.manifest.parts]
     inputs = {
         "features": features.as_input(),

@@ -3,25 +3,27 @@
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from lattqe.augmentation.bands import HopTask
-from lattqe.augmentation.hops import check_hops, hop
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
-from lattqe.expansion.base import HOP_ALPHA, Expanded
+from lattqe.expansion.base import HOP_ALPHA, Expanded, check_hops
+from lattqe.expansion.diffusion import column_groups, hop
 from lattqe.expansion.rows import augment_rows
 from lattqe.search.index import StoredIndex
 from lattqe.store import Edges, FeatureSet, NeighborGraph, Place, read_manifest
 from lattqe.store.manifest import seal_bytes, unseal_bytes
 from lattqe.store.place import absolute, node_folder, open_place
 
+BAND_ROWS = 16_384  # 20 MiB of edges at k = 50: some seconds of work between two looks at the queue
+MOST_BANDS = 256  # their transposition reads the square of that many pieces
+GROUP_BYTES = 512 << 20  # of all rows of a group of columns, held by a worker
 JOB = "augment"
 # What a job made on the way lies in the index itself, so that it is copied and moved together with it.
 GRAPH, ORIGINALS, EDGES = "neighbors", "originals", "edges"
-
 # Between a vector computed again on another machine and the stored one, before the stored one's own rounding.
 TOLERANCE = 2e-5
 EDGE_TOLERANCE = 2e-4  # of a weight, beside the largest of its row: shared first products differ that much
@@ -31,6 +33,65 @@ ROUNDING = {"float16": 2.0**-11, "float32": 2.0**-24}
 REUSABLE = "_work/reusable/"
 # Rows a worker expands between two looks at the queue: seconds at 128-D, some minutes at 2048-D on one CPU core.
 BLOCK_ROWS = 2048
+
+
+@dataclass(frozen=True)
+class HopTask:
+    """What to compute: all that decides the result, and nothing larger than a line, for it goes to every worker."""
+
+    features: str  # URI of the original rows
+    edges: str  # URI of their edges
+    to: str  # where a Pending has been begun
+    hops: int
+    alpha: float
+    cache: str | None = None  # node-local folder that keeps remote rows
+    band_rows: int = BAND_ROWS
+    group_bytes: int = GROUP_BYTES
+
+    def __post_init__(self) -> None:
+        """Make addresses absolute, for the workers."""
+        for name in ("features", "edges", "to"):
+            object.__setattr__(self, name, absolute(getattr(self, name)))
+        object.__setattr__(self, "cache", node_folder(self.cache))
+
+    def cut(self, rows: int, dim: int) -> "Cut":
+        """The cut of so many rows and columns."""
+        return Cut.of(rows, dim, self.band_rows, self.group_bytes)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Bands of rows and groups of columns."""
+
+    rows: int
+    dim: int
+    band_rows: int
+    group_bytes: int
+
+    @classmethod
+    def of(cls, rows: int, dim: int, band_rows: int = BAND_ROWS, group_bytes: int = GROUP_BYTES) -> "Cut":
+        """The cut by these sizes, with larger bands where there would be too many."""
+        return cls(rows, dim, max(band_rows, -(-rows // MOST_BANDS)), group_bytes)
+
+    @cached_property
+    def bands(self) -> list[tuple[int, int]]:
+        """First and last+1 row of each band."""
+        return [(start, min(start + self.band_rows, self.rows)) for start in range(0, self.rows, self.band_rows)]
+
+    @cached_property
+    def groups(self) -> list[slice]:
+        """The columns of each group."""
+        return column_groups(self.rows, self.dim, self.group_bytes)
+
+    @property
+    def band_sizes(self) -> list[int]:
+        """Rows of each band."""
+        return [stop - first for first, stop in self.bands]
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Columns of each group."""
+        return [group.stop - group.start for group in self.groups]
 
 
 def describe(

@@ -17,7 +17,8 @@ import xxhash
 from lattqe.benchmark.spec import Dataset, Params, Pipeline, Setting, graph_method
 from lattqe.datasets.revisited import RevisitedSet, load_gnd
 from lattqe.errors import LattqeError
-from lattqe.evaluation import GroundTruth, LabelTruth, Scores, evaluate, score_ranking, weights_by_rank
+from lattqe.evaluation import GroundTruth, LabelTruth, Scores, evaluate, score_ranking
+from lattqe.evaluation.analysis import weights_by_rank
 from lattqe.expansion import METHODS, Method, create
 from lattqe.expansion.diffusion import GraphRows
 from lattqe.expansion.rows import Found, expand_queries, nearest

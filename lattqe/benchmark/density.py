@@ -14,7 +14,7 @@ import numpy as np
 
 from lattqe.benchmark.cells import rows_of_queries
 from lattqe.benchmark.choosing import Row, choose_rows, reported
-from lattqe.benchmark.results import Source, describe_steps, tried_on
+from lattqe.benchmark.results import Source, tried_on
 from lattqe.benchmark.spec import (
     Candidate,
     Dataset,
@@ -23,6 +23,7 @@ from lattqe.benchmark.spec import (
     Run,
     Setting,
     as_trained,
+    describe_steps,
     graph_candidate,
     is_learned,
     with_hops,
@@ -30,7 +31,7 @@ from lattqe.benchmark.spec import (
 from lattqe.datasets.labelled import PHOTO_SETS, load_photos, photos_in
 from lattqe.datasets.prepare import store
 from lattqe.errors import LattqeError
-from lattqe.evaluation import paired_bootstrap
+from lattqe.evaluation.analysis import paired_bootstrap
 from lattqe.evaluation.truth import keep_of_each
 from lattqe.expansion import METHODS
 from lattqe.store import FeatureSet

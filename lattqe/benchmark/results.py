@@ -21,9 +21,10 @@ from lattqe.benchmark.choosing import (
     sweep,
     sweep_lines,
 )
-from lattqe.benchmark.spec import Dataset, Pipeline, Run, Setting, is_learned
+from lattqe.benchmark.spec import Dataset, Pipeline, Run, Setting, describe_steps, is_learned
 from lattqe.datasets.revisited import published
-from lattqe.evaluation import Scores, paired_bootstrap, regimes
+from lattqe.evaluation import Scores
+from lattqe.evaluation.analysis import paired_bootstrap, regimes
 
 WEIGHTS_K = 64  # neighbors whose weights are shown, the paper's nQE, where the methods can take so many
 FORMAT = 1
@@ -209,12 +210,6 @@ def _percent(scores: Sequence[Scores]) -> dict[str, float]:
 
 def _mean(values: Mapping[str, Mapping[str, float]]) -> float:
     return float(np.mean([value for setups in values.values() for value in setups.values()]))
-
-
-def describe_steps(pipeline: Pipeline) -> dict[str, Any]:
-    """{"dba": ..., "qe": ..., "rank": ...}, None where there is nothing to do."""
-    steps = {"dba": pipeline.dba, "qe": pipeline.qe, "rank": pipeline.rank}
-    return {name: step.to_dict() if step else None for name, step in steps.items()}
 
 
 def table3(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]]:

@@ -180,6 +180,36 @@ def graph_method(setting: Setting) -> Any:
     return of(**{next(iter(of.parameters())): setting.k, **dict(setting.params)})
 
 
+def describe_steps(pipeline: Pipeline) -> dict[str, Any]:
+    """{"dba": ..., "qe": ..., "rank": ...}, None where there is nothing to do."""
+    steps = {"dba": pipeline.dba, "qe": pipeline.qe, "rank": pipeline.rank}
+    return {name: step.to_dict() if step else None for name, step in steps.items()}
+
+
+def setting_parts(row: Mapping[str, Any]) -> dict[str, str]:
+    """{'nDBA': '48', 'nQE': '64', 'α': '3'} of one row of Table 3; parameters by the symbols their methods give."""
+    parts: dict[str, str] = {}
+    for name, step in (("nDBA", row["dba"]), ("nQE", row["qe"]), ("", row["rank"])):
+        if step is None:
+            continue
+        of = GRAPH_METHODS.get(step["method"]) or METHODS[step["method"]]
+        known = of.parameters()
+        first = next(iter(known.values())).symbol if step["method"] in GRAPH_METHODS else name
+        parts[first] = str(step["k"])
+        parts |= {"hops": str(step["hops"])} if "hops" in step else {}
+        parts |= {
+            known[key].symbol: value if isinstance(value, str) else f"{value:g}"
+            for key, value in step.items()
+            if key in known and not known[key].address and (name != "nDBA" or step["method"] in GRAPH_METHODS)
+        }
+    return parts
+
+
+def describe_setting(row: Mapping[str, Any]) -> str:
+    """'nDBA 48, nQE 64, α 3' of one row of Table 3."""
+    return ", ".join(f"{name} {value}" for name, value in setting_parts(row).items())
+
+
 def is_learned(method: str) -> bool:
     """Whether a row's method is a trained one; 'none' and the rivals on the graph are not."""
     return method in METHODS and METHODS[method].learned

@@ -24,9 +24,8 @@ from lattqe.cost.work import (
     load_part,
 )
 from lattqe.errors import LattqeError
-from lattqe.search.graph import rows_per_block
-from lattqe.search.pairing import Pair
-from lattqe.search.rows import tiles
+from lattqe.search.compare import rows_per_block
+from lattqe.search.rows import Pair, tiles
 from lattqe.search.topk import capacity_for
 from lattqe.store.parts import RESIDENT_BYTES
 

@@ -25,7 +25,7 @@ from lattqe.cost.work import (
 )
 from lattqe.model.config import LAttQEConfig
 from lattqe.search.approximate import BUFFER_BYTES, ITERATIONS, MEASURED_ROWS, PER_CENTROID, PLANNED_ROWS, cluster_count
-from lattqe.search.graph import rows_per_block
+from lattqe.search.compare import rows_per_block
 
 # Values that one core normalises in float64 and stores as float16 in a second: benchmarks/cost.py.
 IMPORT_VALUES_PER_SECOND = 120e6

@@ -12,8 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from lattqe.errors import LattqeError
-from lattqe.store.manifest import Manifest
-from lattqe.store.tables import part_row_counts, row_bytes
+from lattqe.store.manifest import Manifest, part_row_counts, row_bytes
 
 GB = 10**9
 PART_QUERIES = 8192  # of one part of the ranks, and the most that a death can cost

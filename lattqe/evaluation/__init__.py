@@ -1,14 +1,8 @@
-"""Exact evaluation: revisited and label protocols, from rankings or by counting, with per-query results."""
+"""Exact evaluation: revisited and label protocols, from rankings or by counting, with per-query results.
 
-from lattqe.evaluation.analysis import (
-    Group,
-    Interval,
-    RankProfile,
-    group_queries,
-    paired_bootstrap,
-    regimes,
-    weights_by_rank,
-)
+`analysis.py` is not imported here: it reads stored ranks, and what it reads them with imports this package.
+"""
+
 from lattqe.evaluation.scores import NOT_RANKED, Scores, average_precision, evaluate, score_ranking
 from lattqe.evaluation.truth import LABEL, REVISITED, GradedTruth, GroundTruth, Judgements, LabelTruth, Setup
 
@@ -18,18 +12,11 @@ __all__ = [
     "REVISITED",
     "GradedTruth",
     "GroundTruth",
-    "Group",
-    "Interval",
     "Judgements",
     "LabelTruth",
-    "RankProfile",
     "Scores",
     "Setup",
     "average_precision",
     "evaluate",
-    "group_queries",
-    "paired_bootstrap",
-    "regimes",
     "score_ranking",
-    "weights_by_rank",
 ]

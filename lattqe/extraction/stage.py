@@ -40,9 +40,8 @@ from lattqe.store import (
 )
 from lattqe.store.export import plain_cell
 from lattqe.store.features import normalised
-from lattqe.store.parts import StoredRows
+from lattqe.store.parts import StoredRows, matrix_column
 from lattqe.store.pending import clean_up, read_plan, refuse_foreign_files, refuse_other
-from lattqe.store.tables import matrix_column
 
 STAGE = "_work/blocks"
 LIST_NAME = "images.arrow"

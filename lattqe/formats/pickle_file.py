@@ -1,8 +1,9 @@
-"""Pickles of plain data, read without unpickling: one matrix, a dict of arrays, or a dict from image to vector.
+"""Pickles of plain data, read without unpickling.
 
 `load(path)` imports nothing and calls nothing that a file names. A pickle is a program for a small stack machine;
-`pickle_machine` is that machine with everything but data taken out: containers, strings, numbers and numpy arrays of
-them. A name outside `pickle_names.MEANINGS` is refused by that name.
+`Machine` is that machine with everything but data taken out: containers, strings, numbers and numpy arrays of them.
+Each operation is a function of the machine; `OPERATIONS` maps its code to it. A name outside `pickle_names.MEANINGS`
+is refused by that name.
 
 No declared size is trusted: strings and arrays are slices of the file, and what has to be copied is charged to a budget
 in proportion to the file's size. Byte strings of 64 KiB and more, and arrays, are views of the memory-mapped file.
@@ -10,6 +11,9 @@ in proportion to the file's size. Byte strings of 64 KiB and more, and arrays, a
 
 import mmap
 import os
+import struct
+from codecs import escape_decode
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from lattqe.errors import LattqeError
-from lattqe.formats.matrix import MatrixReader, open_named
-from lattqe.formats.pickle_machine import Machine
-from lattqe.formats.pickle_names import MEANINGS, Malformed, Name
-from lattqe.formats.reader import Options, as_ids, is_numeric
+from lattqe.formats.pickle_names import MEANINGS, ElementType, Malformed, Name, UnbuiltArray, key
+
+HIGHEST_PROTOCOL = 5
+VIEWED_BYTES = 1 << 16  # byte strings from this size on are left in the file
+ONLY_DATA = "only plain containers, strings, numbers and numpy arrays are read"
 
 
 def load(path: str | os.PathLike[str]) -> Any:
@@ -72,50 +77,322 @@ def loads_first(
         raise LattqeError(f"{name} is not a readable pickle: damaged near byte {machine.position}") from error
 
 
-def open_pickle(path: Path, options: Options) -> MatrixReader:
-    """Open the vectors of a pickle.
-
-    Which side are the images: `--transposed` or `--no-transposed` if given; otherwise columns for the names vecs,
-    qvecs, X and Q (cnnimageretrieval, revisitop), rows for all others. What was taken is among the notes.
-    """
-    return open_contents(path, load(path), options, "pickle")
+class _Mark:
+    """Stands on the stack where a container's items begin."""
 
 
-def open_contents(path: Path, value: Any, options: Options, kind: str) -> MatrixReader:
-    """Open the vectors of a pickle's value: an array, a dict of arrays, a dict from image to vector."""
-    if hasattr(value, "shape"):
-        value = {"": value}
-    if not isinstance(value, dict):
-        raise LattqeError(f"{path} holds a {type(value).__name__}: an array or a dict of arrays is needed")
-    if options.key is None and _is_image_to_vector(value):
-        return _rows_by_name(path, value, options, kind)
-    contents = {name: item for name, item in value.items() if isinstance(name, str)}
-    return open_named(str(path), contents, options, kind=kind, columns_are_images=None)
+_MARK = _Mark()
 
 
-def _is_image_to_vector(value: dict[Any, Any]) -> bool:
-    """Whether all values are vectors of one length."""
-    shapes = {item.shape for item in value.values() if isinstance(item, np.ndarray) and is_numeric(item.dtype)}
-    arrays = all(isinstance(item, np.ndarray) and item.ndim == 1 for item in value.values())
-    return bool(value) and arrays and len(shapes) == 1
+class Machine:
+    """The stack machine: `position` in `data`, the stack, and the memo of values mentioned again."""
+
+    def __init__(
+        self, data: memoryview, meanings: Mapping[Name, Callable[..., Any]], persistent: Callable[[Any], Any] | None
+    ) -> None:
+        self.data, self.position = data, 0
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+        self.meanings, self.persistent = meanings, persistent
+        self.budget = 16 * len(data) + (1 << 20)
+
+    def run(self) -> Any:
+        """Run the program and return the value that it leaves."""
+        data, operations = self.data, OPERATIONS
+        while True:
+            if self.position >= len(data):
+                raise Malformed(f"it ends in the middle, after {len(data)} bytes")
+            code = data[self.position]
+            self.position += 1
+            if code == _STOP:
+                break
+            operation = operations.get(code)
+            if operation is None:
+                raise Malformed(f"byte {self.position - 1} is no operation of a data pickle ({code:#04x})")
+            operation(self)
+        (value,) = self.stack
+        return value
+
+    def take(self, count: int) -> memoryview:
+        """Advance over the next `count` bytes; a count beyond the end of the file is refused, never allocated."""
+        end = self.position + count
+        if end > len(self.data):
+            raise Malformed(f"it ends in the middle: {count} bytes are declared at {self.position}")
+        piece = self.data[self.position : end]
+        self.position = end
+        return piece
+
+    def number(self, layout: struct.Struct) -> Any:
+        """Read a number of the given layout."""
+        return layout.unpack(self.take(layout.size))[0]
+
+    def line(self) -> bytes:
+        """Read a line of text, as protocol 0 has them."""
+        start, step = self.position, 256
+        while start < len(self.data):
+            piece = bytes(self.data[start : start + step])
+            end = piece.find(b"\n")
+            if end >= 0:
+                text = bytes(self.data[self.position : start + end])
+                self.position = start + end + 1
+                return text
+            start, step = start + step, step * 2
+        raise Malformed("it ends in the middle of a line")
+
+    def items(self) -> list[Any]:
+        """Take everything above the last mark, and the mark."""
+        stack, depth = self.stack, len(self.stack) - 1
+        while stack[depth] is not _MARK:
+            depth -= 1
+            if depth < 0:
+                raise Malformed("a mark is missing")
+        items = stack[depth + 1 :]
+        del stack[depth:]
+        return items
+
+    def charge(self, arguments: Any) -> None:
+        """Count what a call will copy: a small file that repeats a call can otherwise fill the memory."""
+        for argument in arguments:
+            self.budget -= len(argument) if hasattr(argument, "__len__") else 1
+        if self.budget < 0:
+            raise Malformed("it unfolds to far more than its own size")
 
 
-def _rows_by_name(path: Path, value: dict[Any, Any], options: Options, kind: str) -> MatrixReader:
-    options.refuse_column_names(path, "maps each image to its vector")
-    if options.transposed:
-        raise LattqeError(f"{path} maps each image to its vector; leave out --transposed")
-    ids, notes = as_ids(list(value), str(path)), ["the keys are taken for ids"]
-    return MatrixReader(str(path), RowList(list(value.values())), kind=kind, ids=ids, notes=notes)
+def _push(value: Any) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(value)
 
 
-class RowList:
-    """Vectors of one length, seen as a matrix without joining them."""
+def _push_new(kind: Callable[[], Any]) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(kind())
 
-    def __init__(self, vectors: list[np.ndarray]) -> None:
-        self._vectors = vectors
-        self.shape = (len(vectors), len(vectors[0]))
-        self.dtype = np.result_type(*{vector.dtype for vector in vectors})
 
-    def __getitem__(self, key: tuple[slice, slice]) -> np.ndarray:
-        """Slice [rows, columns]."""
-        return np.stack(self._vectors[key[0]])[:, key[1]].astype(self.dtype, copy=False)
+def _push_number(layout: str) -> Callable[[Machine], None]:
+    compiled = struct.Struct(layout)
+    return lambda machine: machine.stack.append(machine.number(compiled))
+
+
+def _push_sized(layout: str, convert: Callable[[memoryview], Any]) -> Callable[[Machine], None]:
+    """Push what follows a length of the given layout."""
+    compiled = struct.Struct(layout)
+
+    def operation(machine: Machine) -> None:
+        count = machine.number(compiled)
+        if count < 0:
+            raise Malformed("a length is negative")
+        machine.stack.append(convert(machine.take(count)))
+
+    return operation
+
+
+def _text(piece: memoryview) -> str:
+    return str(piece, "utf-8", "surrogatepass")
+
+
+def _text_of_python2(piece: memoryview) -> str:
+    return str(piece, "latin-1")
+
+
+def _bytes(piece: memoryview) -> bytes | memoryview:
+    return bytes(piece) if len(piece) < VIEWED_BYTES else piece
+
+
+def _bytearray(piece: memoryview) -> bytearray | memoryview:
+    return bytearray(piece) if len(piece) < VIEWED_BYTES else piece
+
+
+def _integer(piece: memoryview) -> int:
+    return int.from_bytes(piece, "little", signed=True)
+
+
+def _int_line(machine: Machine) -> None:
+    text = machine.line()
+    machine.stack.append({b"00": False, b"01": True}[text] if text in (b"00", b"01") else int(text))
+
+
+def _long_line(machine: Machine) -> None:
+    machine.stack.append(int(machine.line().removesuffix(b"L")))
+
+
+def _float_line(machine: Machine) -> None:
+    machine.stack.append(float(machine.line()))
+
+
+def _string_line(machine: Machine) -> None:
+    text = machine.line()
+    if len(text) < 2 or text[0] != text[-1] or text[:1] not in (b"'", b'"'):
+        raise Malformed("a string is not quoted")
+    machine.stack.append(escape_decode(text[1:-1])[0].decode("latin-1"))
+
+
+def _unicode_line(machine: Machine) -> None:
+    machine.stack.append(str(machine.line(), "raw-unicode-escape"))
+
+
+def _last_tuple(count: int) -> Callable[[Machine], None]:
+    def operation(machine: Machine) -> None:
+        if len(machine.stack) < count:
+            raise Malformed("the stack is empty")
+        machine.stack[-count:] = [tuple(machine.stack[-count:])]
+
+    return operation
+
+
+def _marked(kind: Callable[[list[Any]], Any]) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(kind(machine.items()))
+
+
+def _dict_of(items: list[Any]) -> dict[Any, Any]:
+    return {key(name): value for name, value in zip(items[::2], items[1::2], strict=True)}
+
+
+def _top(machine: Machine, *kinds: type) -> Any:
+    top = machine.stack[-1]
+    if not isinstance(top, kinds):
+        raise Malformed(f"items are added to a {type(top).__name__}")
+    return top
+
+
+def _append(machine: Machine) -> None:
+    item = machine.stack.pop()
+    _top(machine, list).append(item)
+
+
+def _extend(machine: Machine) -> None:
+    items = machine.items()
+    _top(machine, list).extend(items)
+
+
+def _set_item(machine: Machine) -> None:
+    value, name = machine.stack.pop(), machine.stack.pop()
+    _top(machine, dict)[key(name)] = value
+
+
+def _set_items(machine: Machine) -> None:
+    items = machine.items()
+    _top(machine, dict, OrderedDict).update(_dict_of(items))
+
+
+def _add_items(machine: Machine) -> None:
+    items = machine.items()
+    _top(machine, set).update(key(item) for item in items)
+
+
+def _remember(machine: Machine, place: int) -> None:
+    value = machine.stack[-1]
+    machine.memo[place] = value
+    if isinstance(value, UnbuiltArray):
+        value.memo.append(place)
+
+
+def _put(layout: str) -> Callable[[Machine], None]:
+    compiled = struct.Struct(layout)
+    return lambda machine: _remember(machine, machine.number(compiled))
+
+
+def _get(layout: str) -> Callable[[Machine], None]:
+    compiled = struct.Struct(layout)
+    return lambda machine: machine.stack.append(machine.memo[machine.number(compiled)])
+
+
+def _name(machine: Machine, module: Any, attribute: Any) -> None:
+    name = Name(str(module), str(attribute))
+    if name not in machine.meanings:
+        raise Malformed(f"it asks for {str(name)!r:.120}; {ONLY_DATA}")
+    machine.stack.append(name)
+
+
+def _global_lines(machine: Machine) -> None:
+    _name(machine, machine.line().decode("utf-8"), machine.line().decode("utf-8"))
+
+
+def _global_of_stack(machine: Machine) -> None:
+    attribute, module = machine.stack.pop(), machine.stack.pop()
+    _name(machine, module, attribute)
+
+
+def _call(machine: Machine) -> None:
+    arguments, name = machine.stack.pop(), machine.stack.pop()
+    if not isinstance(name, Name) or not isinstance(arguments, tuple):
+        raise Malformed("it calls something that is not a name")
+    machine.charge(arguments)
+    machine.stack.append(machine.meanings[name](*arguments))
+
+
+def _build(machine: Machine) -> None:
+    state, target = machine.stack.pop(), machine.stack[-1]
+    if isinstance(target, ElementType):
+        target.build(state)
+    elif isinstance(target, UnbuiltArray):
+        machine.charge((state[-1],) if isinstance(state, tuple) and isinstance(state[-1], str) else ())
+        array: np.ndarray = target.build(state)
+        machine.stack[-1] = array
+        machine.memo.update(dict.fromkeys(target.memo, array))
+    elif not isinstance(target, OrderedDict):  # a state_dict of torch carries `_metadata`, which is no data of ours
+        raise Malformed(f"it sets attributes of a {type(target).__name__}")
+
+
+def _persistent_line(machine: Machine) -> None:
+    machine.stack.append(machine.line().decode("latin-1"))
+    _persistent(machine)
+
+
+def _persistent(machine: Machine) -> None:
+    if machine.persistent is None:
+        raise Malformed("it refers to data outside of itself (a persistent id)")
+    machine.stack.append(machine.persistent(machine.stack.pop()))
+
+
+def _refuse(what: str) -> Callable[[Machine], None]:
+    def operation(machine: Machine) -> None:
+        raise Malformed(f"it {what}; {ONLY_DATA}")
+
+    return operation
+
+
+def _instance_lines(machine: Machine) -> None:
+    name = b".".join((machine.line(), machine.line())).decode("latin-1")
+    raise Malformed(f"it makes an instance of {name!r:.120}; {ONLY_DATA}")
+
+
+def _protocol(machine: Machine) -> None:
+    if (protocol := machine.take(1)[0]) > HIGHEST_PROTOCOL:
+        raise Malformed(f"it is written in protocol {protocol}; the highest known is {HIGHEST_PROTOCOL}")
+
+
+def _skip_frame(machine: Machine) -> None:
+    machine.take(8)  # frames only help reading ahead
+
+
+_STOP = ord(".")
+_INSTANCE = _refuse("makes an instance of a class")
+_EXTENSION = _refuse("uses the extension registry")
+_BUFFER = _refuse("refers to an out-of-band buffer")
+OPERATIONS: dict[int, Callable[[Machine], None]] = {
+    code[0]: operation
+    for code, operation in {
+        b"\x80": _protocol, b"\x95": _skip_frame,
+        b"(": _push(_MARK), b"0": lambda machine: machine.stack.pop(), b"1": lambda machine: machine.items(),
+        b"2": lambda machine: machine.stack.append(machine.stack[-1]),
+        b"N": _push(None), b"\x88": _push(True), b"\x89": _push(False),
+        b"I": _int_line, b"L": _long_line, b"F": _float_line, b"S": _string_line, b"V": _unicode_line,
+        b"J": _push_number("<i"), b"K": _push_number("<B"), b"M": _push_number("<H"), b"G": _push_number(">d"),
+        b"\x8a": _push_sized("<B", _integer), b"\x8b": _push_sized("<i", _integer),
+        b"T": _push_sized("<i", _text_of_python2), b"U": _push_sized("<B", _text_of_python2),
+        b"\x8c": _push_sized("<B", _text), b"X": _push_sized("<I", _text), b"\x8d": _push_sized("<Q", _text),
+        b"C": _push_sized("<B", _bytes), b"B": _push_sized("<I", _bytes), b"\x8e": _push_sized("<Q", _bytes),
+        b"\x96": _push_sized("<Q", _bytearray),
+        b"]": _push_new(list), b"}": _push_new(dict), b"\x8f": _push_new(set), b")": _push(()),
+        b"l": _marked(list), b"d": _marked(_dict_of), b"t": _marked(tuple),
+        b"\x91": _marked(lambda items: frozenset(key(item) for item in items)),
+        b"\x85": _last_tuple(1), b"\x86": _last_tuple(2), b"\x87": _last_tuple(3),
+        b"a": _append, b"e": _extend, b"s": _set_item, b"u": _set_items, b"\x90": _add_items,
+        b"p": lambda machine: _remember(machine, int(machine.line())), b"q": _put("<B"), b"r": _put("<I"),
+        b"\x94": lambda machine: _remember(machine, len(machine.memo)),
+        b"g": lambda machine: machine.stack.append(machine.memo[int(machine.line())]),
+        b"h": _get("<B"), b"j": _get("<I"),
+        b"c": _global_lines, b"\x93": _global_of_stack, b"R": _call, b"b": _build,
+        b"P": _persistent_line, b"Q": _persistent,
+        b"i": _instance_lines, b"o": _INSTANCE, b"\x81": _INSTANCE, b"\x92": _INSTANCE,
+        b"\x82": _EXTENSION, b"\x83": _EXTENSION, b"\x84": _EXTENSION, b"\x97": _BUFFER, b"\x98": _BUFFER,
+    }.items()
+}  # fmt: skip

@@ -158,7 +158,7 @@ class Format:
 FORMATS = (
     Format((".npy",), "matrix", "open_npy"),
     Format((".mat",), "hdf5_mat", "open_mat"),
-    Format((".pkl", ".pickle"), "pickle_file", "open_pickle"),
+    Format((".pkl", ".pickle"), "matrix", "open_pickle"),
     Format((".fvecs",), "matrix", "open_fvecs"),
     Format((".h5", ".hdf5"), "hdf5_mat", "open_hdf5"),
     Format((".parquet",), "arrow_parquet", "open_parquet"),

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from lattqe.errors import LattqeError
-from lattqe.formats.matrix import BFLOAT16, Described, MatrixReader, Transposed, in_file, open_named
-from lattqe.formats.pickle_file import loads, loads_first, open_contents
+from lattqe.formats.matrix import BFLOAT16, Described, MatrixReader, Transposed, in_file, open_contents, open_named
+from lattqe.formats.pickle_file import loads, loads_first
 from lattqe.formats.pickle_names import MEANINGS, Malformed, Name
 from lattqe.formats.reader import Options
 

@@ -8,7 +8,7 @@ from lattqe.report.page import (
     render_density,
     render_page,
 )
-from lattqe.report.tables import to_csv, to_text
+from lattqe.report.views import to_csv, to_text
 
 __all__ = [
     "density_csv",

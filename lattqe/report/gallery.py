@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lattqe.errors import LattqeError
-from lattqe.evaluation.stored import JudgedRanks
+from lattqe.evaluation.analysis import JudgedRanks
 from lattqe.evaluation.truth import GroundTruth, Setup
 from lattqe.expansion import create
 from lattqe.expansion.base import Method

@@ -15,14 +15,26 @@ import jinja2
 import numpy as np
 
 from lattqe.benchmark.cells import Inputs
-from lattqe.benchmark.spec import Dataset, is_learned
+from lattqe.benchmark.spec import Dataset, describe_setting, is_learned
 from lattqe.evaluation.truth import Setup
 from lattqe.expansion import create
 from lattqe.expansion.rows import Found, expand_queries, nearest
-from lattqe.report.figures import Illustration, density_gains, nqe_trends, query_gains, regime_bars, weight_profile
 from lattqe.report.gallery import Card, Thumbnails, Tile, marks_of
-from lattqe.report.tables import CHOSEN, KINDS, column_title, describe_setting, map_columns, map_lines, plain_cell
+from lattqe.report.views import (
+    CHOSEN,
+    KINDS,
+    Illustration,
+    column_title,
+    density_gains,
+    map_columns,
+    map_lines,
+    nqe_trends,
+    query_gains,
+    regime_bars,
+    weight_profile,
+)
 from lattqe.search.index import StoredIndex
+from lattqe.store.export import plain_cell
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SHOWN_QUERIES = 5  # best and worst of each data set

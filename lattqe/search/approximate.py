@@ -19,11 +19,11 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from lattqe.errors import LattqeError
 from lattqe.search.exact import published
-from lattqe.search.pairing import Clock, in_lanes
+from lattqe.search.graph import faiss_threads
+from lattqe.search.index import best_rows
 from lattqe.search.products import Block, Products, lanes_on
-from lattqe.search.rows import Rows, check_rows, row_range, tiles
-from lattqe.search.second import faiss_threads
-from lattqe.search.topk import RunningTopK, best_rows, capacity_for
+from lattqe.search.rows import Clock, Rows, check_rows, in_lanes, row_range, tiles
+from lattqe.search.topk import RunningTopK, capacity_for
 
 SEED = 0
 LEAST_ROWS = 20_000  # below, an exact graph takes no longer

@@ -1,65 +1,40 @@
-"""The kNN graph of a set with itself: each pair of blocks is multiplied once and feeds both sides' running top-k.
+"""The kNN graph of a set with itself in one process: made, made by faiss, or brought up to date.
 
-A block's tiles are every T-th row of it, so that each is a fair sample of the whole, however the rows are ordered (a
-collection's classes often stand together). A row's first tile then tells what its k-th best of all will about be:
-below that guess nothing is kept, which leaves some two candidates for each neighbor instead of six. A guess that
-proves too high costs a search of that one row.
+Every way gives the same exact lists.
+
+faiss is a second engine and a referee. It gives k + m candidates of each row in float32. Whatever it left out has a
+float32 score not above its last candidate's, so an exact score not above that plus the error bound of float32. Where
+the exact k-th score of the candidates is above this, the list is certain; the other rows (ties, near ties, duplicates)
+are searched by our own products.
+
+An update costs in proportion to what changes: a new row enters an old row's list only if its score reaches the list's
+last one, which the graph holds. So the new rows are multiplied with the old ones once, feeding both sides; a list is
+touched only where something may enter, and only touched lists are scored and ordered again. A list that lost a member
+says nothing about what comes next: its row is searched anew.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from lattqe.errors import LattqeError
-from lattqe.search.exact import merge, published
-from lattqe.search.pairing import Clock, all_pairs, in_lanes, in_threads, run_pairs
-from lattqe.search.products import Block, Products, kinds_for, lanes_on, with_room
-from lattqe.search.rows import Rows, check_rows, row_range, tiles
-from lattqe.search.topk import DeviceTopK, RunningTopK, capacity_for, running_topk, search_block
+from lattqe.search.compare import Lists, compare_between, compare_within, rows_per_block
+from lattqe.search.exact import best_of, exact_scores, float32_error, just_below, merge, published
+from lattqe.search.index import best_rows, pair_scores, search_block
+from lattqe.search.products import Block, Products, kinds_for, lanes_on
+from lattqe.search.rows import Clock, Rows, check_rows, row_range, tiles
 
-WIDE_BYTES = 256 << 20  # of one block's float32 copy
-CANDIDATE_BYTES = 384 << 20  # of one block's running top-k
 TRIAL_ROWS, HOPELESS = 256, 3.0  # a kind that is so many times slower on a small trial is not measured further
-GUESS_DEVIATIONS = 3  # how far above the expected rank in a sample a guess is taken: about one in 500 is too high
-FINISH_ROWS = 1024  # scored and merged at once by one thread
-MIRROR_DIM = 384  # from which on looking a pair up in the other's list is cheaper than scoring it again
+SPARE = 32  # candidates beyond k: enough that few rows of ordinary data go without a certificate
+GPU_CANDIDATES = 2048  # the most that faiss selects on a GPU
+CANDIDATE_ROWS = 4096  # rows whose candidates are scored at once
+JOINED_ROWS = 2048  # rows compared at once: k² bytes for each
 
-
-Running = RunningTopK | DeviceTopK
-Redone = Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]  # row numbers, their scores, their ids
-
-
-@dataclass
-class Lists:
-    """The exact k best so far of the rows of one block: scores (n, k) float64 (-inf missing), ids (n, k) int32."""
-
-    scores: np.ndarray
-    ids: np.ndarray
-
-    @classmethod
-    def empty(cls, rows: int, k: int) -> "Lists":
-        """Lists that have seen nothing."""
-        return cls(np.full((rows, k), -np.inf), np.full((rows, k), -1, dtype=np.int32))
-
-    def add(self, scores: np.ndarray, ids: np.ndarray, first_row: int) -> "Lists":
-        """Merge exact lists whose row numbers count from `first_row`."""
-        ids = np.where(ids < 0, -1, ids + np.int32(first_row)).astype(np.int32)
-        if (self.ids < 0).all():
-            return Lists(scores, ids)
-        k = self.ids.shape[1]
-        found = np.flatnonzero((ids >= 0).any(axis=1))
-        if len(found) == len(ids):
-            return Lists(*merge([(self.scores, self.ids), (scores, ids)], k))
-        joined = Lists(self.scores.copy(), self.ids.copy())  # late in a large set, few rows find anything better
-        joined.scores[found], joined.ids[found] = merge(
-            [(self.scores[found], self.ids[found]), (scores[found], ids[found])], k
-        )
-        return joined
+# (i (n,) rows of the lists, j (n,) row numbers) -> exact scores (n,) float64
+Rescore = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def knn_graph(
@@ -118,8 +93,6 @@ def fastest_kind(
     def spent(sample: np.ndarray, kind: str) -> float:
         started = time.perf_counter()
         if kind == "faiss":
-            from lattqe.search.second import faiss_graph
-
             faiss_graph(sample, k, device=device)
         else:
             knn_graph(sample, k, device=device, kind=kind)
@@ -138,237 +111,194 @@ def fastest_kind(
     return kind, len(x) ** 2 / 2 / max(best[kind], 1e-9)
 
 
-def rows_per_block(dim: int, k: int, copied: bool = True) -> int:
-    """How many rows fit the memory of one block; rows that are not copied count for their candidates only."""
-    rows = CANDIDATE_BYTES // (8 * capacity_for(k))
-    return max(min(rows, WIDE_BYTES // (4 * max(dim, 1))) if copied else rows, 1)
-
-
-def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Products], clock: Clock) -> Lists:
-    """Compare a block with itself: diagonal tiles first, so that every row has a threshold, then one triangle."""
-    return with_room(lambda: _compare_within(rows, lists, first_row, lanes, clock), lanes)
-
-
-def _compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Products], clock: Clock) -> Lists:
-    running = running_topk(lanes[0], rows, rows, lists.ids.shape[1], _known(lists))
-    cuts = samples(len(rows), tile_rows(len(rows), lanes))
-
-    def compare(products: Products, pair: tuple[int, int]) -> None:
-        a, b = pair
-        _feed(rows, rows, cuts[a], cuts[b], running, None if a == b else running, products, clock, diagonal=a == b)
-
-    run_pairs(all_pairs(len(cuts)), compare, lanes)
-    _score([running], running, lanes[0].threads, clock)
-    redone = _search_again(rows, running, lanes, clock)
-    return _merge(running, lists, first_row, lanes[0].threads, clock, redone)
-
-
-def _search_again(rows: Block, running: Running, lanes: Sequence[Products], clock: Clock) -> Redone:
-    """Search the rows whose guessed threshold was too high: their numbers, and their lists."""
-    again = running.unproven()
-    with clock("searching again"):
-        parts = [again[start:stop] for start, stop in tiles(len(again), max(-(-len(again) // len(lanes)), FINISH_ROWS))]
-        found = in_lanes(
-            lambda products, part: search_block(rows.take(part), rows, running.k, products, part), parts, lanes
-        )
-    clock.count("products", len(again) * len(rows))
-    return [(part, *lists) for part, lists in zip(parts, found)]
-
-
-def compare_between(
+def faiss_lists(
     rows: Block,
-    visitors: Block,
-    lists: Lists,
-    visitor_lists: Lists,
-    first_row: int,
-    first_visitor: int,
-    lanes: Sequence[Products],
-    clock: Clock,
-    visitor_floor: np.ndarray | None = None,
-) -> tuple[Lists, Lists]:
-    """Compare two different blocks, which start at the given row numbers; return both sides' lists.
+    others: Block,
+    k: int,
+    *,
+    hidden: np.ndarray | None = None,
+    device: torch.device | None = None,
+    clock: Clock | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The exact k best of `others` for each of `rows`, but for row `hidden` (n,) of them (-1: none), by way of faiss.
 
-    `visitor_floor` (n,) float64: scores below which visitors take no row, whatever their lists say.
+    (n, k) float64 (-inf missing), (n, k) int32 (-1 missing): the same as `search_block` gives. Both blocks are held
+    as float32 on the CPU. `clock` counts the rows that had no certificate as "uncertain".
     """
-    return with_room(
-        lambda: _compare_between(
-            rows, visitors, lists, visitor_lists, first_row, first_visitor, lanes, clock, visitor_floor
-        ),
-        lanes,
-    )
-
-
-def _compare_between(
-    rows: Block,
-    visitors: Block,
-    lists: Lists,
-    visitor_lists: Lists,
-    first_row: int,
-    first_visitor: int,
-    lanes: Sequence[Products],
-    clock: Clock,
-    visitor_floor: np.ndarray | None,
-) -> tuple[Lists, Lists]:
-    k = lists.ids.shape[1]
-    running = running_topk(lanes[0], rows, visitors, k, _known(lists))
-    returning = running_topk(lanes[0], visitors, rows, k, _known(visitor_lists), visitor_floor)
-    cuts = samples(len(rows), tile_rows(len(rows), lanes))
-    visiting = samples(len(visitors), tile_rows(len(visitors), lanes))
-
-    def compare(products: Products, pair: tuple[int, int]) -> None:
-        a, b = pair[0], pair[1] - len(cuts)
-        _feed(rows, visitors, cuts[a], visiting[b], running, returning, products, clock)
-
-    run_pairs([(a, len(cuts) + b) for a in range(len(cuts)) for b in range(len(visiting))], compare, lanes)
-    threads = lanes[0].threads
-    _score([running, returning], returning, threads, clock)
-    return (
-        _merge(running, lists, first_visitor, threads, clock),
-        _merge(returning, visitor_lists, first_row, threads, clock),
-    )
-
-
-def compare_one_way(
-    rows: Block,
-    visitors: Block,
-    lists: Lists,
-    first_visitor: int,
-    lanes: Sequence[Products],
-    clock: Clock,
-    floor: np.ndarray | None = None,
-) -> Lists:
-    """Continue the lists of a block by visitors that start at the given row number; those learn nothing of it.
-
-    `floor` (n,) float64: scores below which rows take no visitor, whatever their lists say.
-    """
-    return with_room(lambda: _compare_one_way(rows, visitors, lists, first_visitor, lanes, clock, floor), lanes)
-
-
-def _compare_one_way(
-    rows: Block,
-    visitors: Block,
-    lists: Lists,
-    first_visitor: int,
-    lanes: Sequence[Products],
-    clock: Clock,
-    floor: np.ndarray | None,
-) -> Lists:
-    running = running_topk(lanes[0], rows, visitors, lists.ids.shape[1], _known(lists), floor)
-    visiting = samples(len(visitors), tile_rows(len(visitors), lanes))
-
-    def compare(products: Products, cut: slice) -> None:
-        for visit in visiting:
-            _feed(rows, visitors, cut, visit, running, None, products, clock)
-
-    in_lanes(compare, samples(len(rows), tile_rows(len(rows), lanes)), lanes)
-    _score([running], None, lanes[0].threads, clock)
-    return _merge(running, lists, first_visitor, lanes[0].threads, clock)
-
-
-def tile_rows(rows: int, lanes: Sequence[Products]) -> int:
-    """Rows of a tile: what suits the cache, but at least four tiles for each of several threads."""
-    if len(lanes) == 1:
-        return lanes[0].tile
-    return int(np.clip(-(-rows // (4 * len(lanes))), 256, lanes[0].tile))
-
-
-def samples(n: int, size: int) -> list[slice]:
-    """Cut 0..n into interleaved slices of at most `size`."""
-    count = -(-n // size)
-    return [slice(start, None, count) for start in range(count)]
-
-
-def _feed(
-    rows: Block,
-    visitors: Block,
-    cut: slice,
-    visiting: slice,
-    running: Running,
-    returning: Running | None,
-    products: Products,
-    clock: Clock,
-    diagonal: bool = False,
-) -> None:
-    """Multiply one tile; offer its entries to the rows and, where there is a `returning`, to the visitors."""
-    with clock("products"):
-        tile = products.multiply(rows.held[cut], visitors.held[visiting])
-    height, width = len(range(len(rows))[cut]), len(range(len(visitors))[visiting])
-    clock.count("products", height * width)
-    with clock("selection"):
-        if diagonal:  # symmetric, and a row must not find itself
-            products.blank(tile, np.arange(height), np.arange(height))
-            _lift(running, cut, tile, height - 1, len(rows) - 1, products)
-        else:
-            _lift(running, cut, tile, width, width, products)
-            if returning is not None:
-                _lift(returning, visiting, tile, height, height, products, columns=True)
-        if returning is None:
-            i, j, scores = products.passing(tile, running.threshold[cut])
-            running.offer(cut, i, visiting.start + visiting.step * j, scores)
-            return
-        (i, j, scores), (p, q, back) = products.passing_both(
-            tile, running.threshold[cut], returning.threshold[visiting]
-        )
-        running.offer(cut, i, visiting.start + visiting.step * j, scores)
-        returning.offer(visiting, p, cut.start + cut.step * q, back)
-
-
-def _lift(
-    running: Running, cut: slice, tile: object, entries: int, total: int, products: Products, columns: bool = False
-) -> None:
-    """Give rows without a threshold one, from this tile, of which they see `entries` of `total`: its k-th best, or
-    what is about the k-th best of all.
-    """
-    if not running.bare(cut):
-        return
-    expected = running.k * entries / max(total, 1)
-    rank = int(np.ceil(expected + GUESS_DEVIATIONS * np.sqrt(expected) + 1))
-    if rank < min(running.k, entries):
-        running.lift(cut, products.kth(tile, rank, columns=columns), guess=True)
-    elif entries >= running.k:
-        running.lift(cut, products.kth(tile, running.k, columns=columns))
-
-
-def _known(lists: Lists) -> np.ndarray | None:
-    """The lists' scores, or None where nothing is known yet."""
-    return None if np.isneginf(lists.scores).all() else lists.scores
-
-
-def _score(sides: Sequence[Running], partner: Running | None, threads: int, clock: Clock) -> None:
-    """Score what was kept, rows in parallel; of long vectors, a pair that stands in the first side's lists and in
-    those of its `partner` only once.
-    """
-    running = sides[0]
-    mirror: Any = partner if running.rows.dim >= MIRROR_DIM and isinstance(running, RunningTopK) else None
+    clock = clock or Clock()
+    scores, ids = np.full((len(rows), k), -np.inf), np.full((len(rows), k), -1, dtype=np.int32)
+    if not len(rows) or not len(others):
+        return scores, ids
+    with clock("faiss"):
+        found, candidates = _candidates(rows, others, min(k + SPARE + (hidden is not None), len(others)), device)
+    certain = np.zeros(len(rows), dtype=bool)
+    error = float32_error(rows.dim, rows.norms, others.norms.max(initial=0.0))
     with clock("scoring"):
-        for side in sides:
-            in_threads(side.settle, _cuts(side), threads)
-            side.prepare_scores()
-        if mirror is not None:
-            score: Callable[[int, int], int] = partial(running.score, mirror=mirror)
-            clock.count("scored", sum(in_threads(score, _cuts(running), threads)))
-        for side in sides:
-            clock.count("scored", sum(in_threads(side.score, _cuts(side), threads)))
+        for start, stop in tiles(len(rows), CANDIDATE_ROWS):
+            part = slice(start, stop)
+            own = None if hidden is None else hidden[part, None]
+            real = candidates[part] >= 0 if own is None else (candidates[part] >= 0) & (candidates[part] != own)
+            i, slot = np.nonzero(real)
+            exact = np.full(real.shape, -np.inf)
+            exact[i, slot] = exact_scores(rows.stored, others.stored, start + i, candidates[start + i, slot])
+            scores[part], ids[part] = best_of(exact, np.where(real, candidates[part], -1).astype(np.int32), k)
+            left_out = found[part, -1].astype(np.float64) + error[part]
+            certain[part] = (scores[part, -1] > left_out) | (candidates.shape[1] == len(others))
+    again = np.flatnonzero(~certain)
+    clock.count("uncertain", len(again))
+    with clock("searching again"), lanes_on() as lanes:
+        database = others.without(k)
+        for start, stop in tiles(len(again), CANDIDATE_ROWS):
+            few = again[start:stop]
+            scores[few], ids[few] = search_block(
+                rows.take(few), database, k, lanes[0], None if hidden is None else hidden[few]
+            )
+    return scores, ids
 
 
-def _merge(running: Running, lists: Lists, first_row: int, threads: int, clock: Clock, redone: Redone = ()) -> Lists:
-    """Merge what was found into the lists, rows in parallel; the row numbers found count from `first_row`.
+def faiss_graph(
+    xb: Rows, k: int, *, device: torch.device | None = None, clock: Clock | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same as `knn_graph` gives, by way of faiss: I (n, k) int32, D (n, k) float32."""
+    with lanes_on() as lanes:
+        block = Block.load(check_rows(xb), lanes[0], widen=True)
+    scores, ids = faiss_lists(block, block, k, hidden=np.arange(len(block)), device=device, clock=clock)
+    if clock is not None:
+        clock.count("products", len(block) ** 2 // 2)  # of which faiss makes both halves
+    return ids, np.where(ids < 0, 0.0, scores).astype(np.float32)
 
-    `redone`: rows whose lists were found in another way.
+
+def _candidates(rows: Block, others: Block, count: int, device: torch.device | None) -> tuple[np.ndarray, np.ndarray]:
+    """Scores (n, count) float32 descending and row numbers (n, count), as faiss finds them."""
+    import faiss
+
+    xq, xb = (np.ascontiguousarray(block.held[:]) for block in (rows, others))
+    if device is not None and device.type == "cuda":
+        if not hasattr(faiss, "StandardGpuResources"):
+            raise LattqeError("this faiss has no GPU support: pip install 'lattqe[gpu]', or leave --engine faiss out")
+        return faiss.knn_gpu(
+            faiss.StandardGpuResources(),
+            xq,
+            xb,
+            min(count, GPU_CANDIDATES),
+            metric=faiss.METRIC_INNER_PRODUCT,
+            device=device.index or 0,
+        )
+    with faiss_threads(torch.get_num_threads()):
+        return faiss.knn(xq, xb, count, metric=faiss.METRIC_INNER_PRODUCT)
+
+
+@contextmanager
+def faiss_threads(count: int) -> Iterator[None]:
+    """Faiss with `count` threads."""
+    import faiss
+
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(count)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)
+
+
+def join_lists(
+    ids: np.ndarray, scores: np.ndarray, newcomers: Lists, rescore: Rescore
+) -> tuple[np.ndarray, np.ndarray]:
+    """Merge exact newcomers into stored lists: ids (n, k) int32, scores (n, k) float32 -> the same, exact order.
+
+    Rounding keeps order, so the rounded scores decide wherever they differ. Only lists in which a newcomer's rounded
+    score equals a stored one, or equal stored scores hide their order, are scored again in float64.
     """
+    ids, scores = ids.copy(), scores.copy()
+    touched = np.flatnonzero((newcomers.ids >= 0).any(axis=1))
+    for start in range(0, len(touched), JOINED_ROWS):
+        rows = touched[start : start + JOINED_ROWS]
+        known = np.where(ids[rows] < 0, -np.inf, scores[rows].astype(np.float64))
+        unclear = np.flatnonzero(_unclear(ids[rows], scores[rows], newcomers.scores[rows].astype(np.float32)))
+        i, m = np.nonzero(ids[rows[unclear]] >= 0)
+        known[unclear[i], m] = rescore(rows[unclear[i]], ids[rows[unclear[i]], m])
+        joined = merge([(known, ids[rows]), (newcomers.scores[rows], newcomers.ids[rows])], ids.shape[1])
+        scores[rows], ids[rows] = published(*joined)
+    return ids, scores
 
-    def merge_rows(start: int, stop: int) -> Lists:
-        part = Lists(lists.scores[start:stop], lists.ids[start:stop])
-        scores, ids = running.lists(start, stop)
-        for rows, better, better_ids in redone:
-            inside = (rows >= start) & (rows < stop)
-            scores[rows[inside] - start], ids[rows[inside] - start] = better[inside], better_ids[inside]
-        return part.add(scores, ids, first_row)
 
-    with clock("merging"):
-        parts = in_threads(merge_rows, _cuts(running), threads)
-        return Lists(np.concatenate([part.scores for part in parts]), np.concatenate([part.ids for part in parts]))
+def _unclear(ids: np.ndarray, scores: np.ndarray, newcomers: np.ndarray) -> np.ndarray:
+    """Which lists (n,) the rounded scores do not order: ids, scores (n, k) stored, newcomers (n, k) rounded."""
+    there = ids >= 0
+    equal = ((scores[:, :, None] == newcomers[:, None, :]) & there[:, :, None]).any(axis=(1, 2))
+    hidden = (scores[:, 1:] == scores[:, :-1]) & (ids[:, 1:] < ids[:, :-1]) & there[:, 1:]
+    return equal | hidden.any(axis=1)
 
 
-def _cuts(running: Running) -> list[tuple[int, int]]:
-    return list(tiles(len(running.rows), FINISH_ROWS))
+def update_graph(
+    xb: np.ndarray,
+    I: np.ndarray,
+    D: np.ndarray,
+    stale: np.ndarray | None = None,
+    *,
+    device: torch.device | None = None,
+    clock: Clock | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bring a graph up to date: I (n, k) int32, D (n, k) float32, the same as `knn_graph(xb, k)` gives.
+
+    xb (n, D): the surviving old rows in their order, then the new ones. I, D (m, k): the old rows' lists in the row
+    numbers of xb. `stale` (m,) bool marks old rows whose list lost a member; their I and D are not looked at.
+    Products: (n - m)·n for the new rows, and n for each stale row; `clock.counts` has them counted.
+    """
+    n, (m, k) = len(xb), I.shape
+    if m > n:
+        raise LattqeError(f"a graph of {m} rows cannot belong to {n} rows")
+    stale = np.zeros(m, dtype=bool) if stale is None else stale
+    clock = clock or Clock()
+    new_I, new_D = np.empty((n, k), dtype=np.int32), np.empty((n, k), dtype=np.float32)
+    new_I[:m], new_D[:m] = I, D
+    with lanes_on(device) as lanes:
+        for start, stop in tiles(n - m, rows_per_block(xb.shape[1], k)):
+            rows = Block.load(xb[m + start : m + stop], lanes[0], k, widen=True)
+            lists = compare_within(rows, Lists.empty(stop - start, k), m + start, lanes, clock)
+            for lo, hi in tiles(m + start, rows_per_block(xb.shape[1], k)):
+                lists = _compare_with_known(rows, lists, m + start, xb, (lo, hi), new_I, new_D, lanes, clock)
+            new_D[m + start : m + stop], new_I[m + start : m + stop] = published(lists.scores, lists.ids)
+        _search_again(xb, np.flatnonzero(stale), new_I, new_D, lanes, clock)
+    return new_I, new_D
+
+
+def _compare_with_known(
+    rows: Block,
+    lists: Lists,
+    first_row: int,
+    xb: np.ndarray,
+    known: tuple[int, int],
+    I: np.ndarray,
+    D: np.ndarray,
+    lanes: Sequence[Products],
+    clock: Clock,
+) -> Lists:
+    """Compare new rows with rows lo..hi, whose lists I, D are complete without them and are updated in place."""
+    lo, hi = known
+    k = I.shape[1]
+    # A stand-in for each known list: k entries just below its last score. What comes before them may enter.
+    floor = np.where(I[lo:hi, -1] < 0, -np.inf, just_below(D[lo:hi, -1].astype(np.float64)))
+    stand_in = Lists(np.repeat(floor[:, None], k, axis=1), np.full((hi - lo, k), -1, dtype=np.int32))
+    visitors = Block.load(xb[lo:hi], lanes[0], k, widen=True)
+    lists, offered = compare_between(rows, visitors, lists, stand_in, first_row, lo, lanes, clock)
+    touched = np.flatnonzero((offered.ids >= 0).any(axis=1))
+    if len(touched):
+        own = I[lo + touched]
+        own_scores = np.where(own < 0, -np.inf, pair_scores(xb[lo + touched], xb, own))
+        clock.count("scored", int((own >= 0).sum()))
+        newcomers = offered.ids[touched]
+        scores = np.where(newcomers < 0, -np.inf, offered.scores[touched])
+        D[lo + touched], I[lo + touched] = published(*merge([(own_scores, own), (scores, newcomers)], k))
+    return lists
+
+
+def _search_again(
+    xb: np.ndarray, rows: np.ndarray, I: np.ndarray, D: np.ndarray, lanes: Sequence[Products], clock: Clock
+) -> None:
+    """Search rows whose lists lost a member among all others."""
+    if not len(rows):
+        return
+    clock.count("products", len(rows) * len(xb))
+    found = best_rows(xb[rows], Block.load(xb, lanes[0]), I.shape[1], lanes, exclude=rows)
+    D[rows], I[rows] = published(*found)

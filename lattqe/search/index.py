@@ -1,4 +1,4 @@
-"""What every index can do, the index that holds its rows in this process, and exact scores and ranks of chosen rows."""
+"""Exact search: the best rows for queries, what every index can do, and exact scores and ranks of chosen rows."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -10,17 +10,104 @@ import torch
 
 from lattqe.device import room_on
 from lattqe.errors import LattqeError
-from lattqe.search.exact import exact_scores, norms, published
-from lattqe.search.pairing import in_lanes
-from lattqe.search.products import Block, Products, TorchProducts, lanes_on
-from lattqe.search.rows import Rows, check_queries, check_rows, in_one, row_range, tiles
-from lattqe.search.topk import best_rows
+from lattqe.search.exact import exact_scores, merge, norms, published
+from lattqe.search.products import Block, Products, TorchProducts, lanes_on, with_room
+from lattqe.search.rows import Rows, check_queries, check_rows, in_lanes, in_one, row_range, tiles
+from lattqe.search.topk import capacity_for, running_topk
 
 if TYPE_CHECKING:
     from lattqe.store import FeatureSet
 
+QUERY_BLOCK = 4096
+MANY_QUERIES = 256  # for each thread: fewer, and the threads share the database instead
+BUFFER_BYTES = 128 << 20  # of candidates, for one block of queries
 COUNT_QUERIES, COUNT_ENTRIES = 1024, 2 << 20
 ENTRIES = 1 << 21  # scores that a SmallIndex sorts at once: with their order some 50 MB
+
+
+def topk(
+    xq: np.ndarray,
+    xb: np.ndarray,
+    k: int,
+    *,
+    largest: bool = True,
+    exclude: np.ndarray | None = None,
+    first_row: int = 0,
+    device: torch.device | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find the k best rows of xb (nb, D) for each row of xq (nq, D): D (nq, k) float32, I (nq, k) int32.
+
+    Exact: ordered by the float64 dot product, then by row, ascending; `largest=False` gives the k lowest, ascending.
+    `exclude` (nq,) int names one row of xb that each query must not find (-1: none). Row numbers in the answer, and in
+    `exclude`, start at `first_row`. Fewer than k rows: row -1, score 0.
+    """
+    # The lowest scores are the highest of the opposite query: negation is exact.
+    sign = 1 if largest else -1
+    with lanes_on(device) as lanes:
+        database = Block.load(xb, lanes[0])
+        scores, ids = best_rows(sign * np.asarray(xq), database, k, lanes, exclude=exclude, first_row=first_row)
+    return published(sign * scores, ids)
+
+
+def best_rows(
+    xq: np.ndarray,
+    database: Block,
+    k: int,
+    lanes: Sequence[Products],
+    *,
+    exclude: np.ndarray | None = None,
+    first_row: int = 0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find the k best, in the form that can be merged: (nq, k) float64 (-inf missing), (nq, k) int32 (-1 missing).
+
+    Threads share the queries or, where these are few, the rows of the database.
+    """
+    xq = check_queries(xq, database.dim)
+    if k < 1:
+        raise LattqeError(f"k must be at least 1, got {k}")
+    database = database.without(k)
+    limit = int(np.clip(BUFFER_BYTES // (8 * capacity_for(k)), 1, QUERY_BLOCK))
+    few = len(xq) < MANY_QUERIES * len(lanes)
+    blocks = list(tiles(len(xq), limit if few else min(limit, -(-len(xq) // len(lanes)))))
+    ranges = list(tiles(len(database), -(-len(database) // len(lanes)) if few else len(database)))
+
+    def search(products: Products, task: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+        first, last, start, stop = task
+        queries = Block.load(xq[first:last], products, widen=True)
+        hidden = None if exclude is None else np.asarray(exclude[first:last]) - first_row - start
+        part = database.part(start, stop)
+        scores, ids = with_room(lambda: search_block(queries, part, k, products, hidden), [products])
+        return scores, np.where(ids < 0, -1, ids + (start + first_row)).astype(np.int32)
+
+    scores, ids = np.full((len(xq), k), -np.inf), np.full((len(xq), k), -1, dtype=np.int32)
+    found = in_lanes(search, [(*block, *rows) for block in blocks for rows in ranges], lanes)
+    for number, (first, last) in enumerate(blocks if ranges else ()):
+        lists = found[number * len(ranges) : (number + 1) * len(ranges)]
+        scores[first:last], ids[first:last] = merge(lists, k) if len(lists) > 1 else lists[0]
+    return scores, ids
+
+
+def search_block(
+    queries: Block, database: Block, k: int, products: Products, hidden: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Search one block of queries over all tiles of the database, but for row `hidden` (nq,) of it (-1: none).
+
+    (nq, k) float64 (-inf missing), (nq, k) int32 (-1 missing).
+    """
+    running = running_topk(products, queries, database, k)
+    for lo, hi in tiles(len(database), max(products.entries // max(len(queries), 1), products.tile)):
+        tile = products.multiply(queries.held, products.widen(database.held[lo:hi]))
+        if hidden is not None:
+            inside = np.flatnonzero((hidden >= lo) & (hidden < hi))
+            products.blank(tile, inside, hidden[inside] - lo)
+        if lo == 0 and hi > k:
+            running.lift(slice(None), products.kth(tile, k))
+        i, j, scores = products.passing(tile, running.threshold)
+        running.offer(slice(None), i, j + lo, scores)
+    running.settle(0, len(queries))
+    running.prepare_scores()
+    running.score(0, len(queries))
+    return running.lists(0, len(queries))
 
 
 class Index(Protocol):

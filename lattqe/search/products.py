@@ -18,14 +18,21 @@ import numpy as np
 import torch
 from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
-from lattqe.device import matmul_precision
+from lattqe.device import matmul_precision, torch_threads
 from lattqe.errors import LattqeError
-from lattqe.search.coarse import FORMATS, Codes, coarse_error, encode, int8_is_exact, multiply_codes
-from lattqe.search.exact import float32_error, norms
+from lattqe.search.exact import (
+    FORMATS,
+    Codes,
+    coarse_error,
+    encode,
+    float32_error,
+    int8_is_exact,
+    multiply_codes,
+    norms,
+)
 from lattqe.search.rows import Rows, as_tensor, check_rows, row_range, surplus_rows, together
 
 SYMMETRIC_DIM = 256  # below, numpy loses more by mirroring A @ A.T than it gains by computing half of it
-
 TILE_ENTRIES = 4 << 20  # of one product: with its masks it stays near the last-level cache
 LEAST_TILE = 64
 SAMPLED_ROWS, WORTH_SORTING = (61, 0.06)  # one row of so many is tried: a larger share is not worth sorting out
@@ -357,7 +364,7 @@ def lanes_on(device: torch.device | None = None, kind: str | None = None) -> Ite
         yield [TorchProducts(device) if kind == "float32" else CoarseTorchProducts(device, kind)]
         return
     threads = torch.get_num_threads()
-    with _libraries().limit(limits=1, user_api="blas"), _torch_threads(1 if kind != NumpyProducts.kind else threads):
+    with _libraries().limit(limits=1, user_api="blas"), torch_threads(1 if kind != NumpyProducts.kind else threads):
         yield [CPU_KINDS[kind](threads=threads) for _ in range(threads)]
 
 
@@ -375,17 +382,6 @@ def with_room(compute: Callable[[], Result], lanes: Sequence[Products]) -> Resul
             for lane in lanes:
                 lane.tile, lane.entries = max(lane.tile // 2, LEAST_TILE), lane.entries // 4
                 lane.release()
-
-
-@contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    """Torch with `count` threads for each thread that begins inside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @cache

@@ -1,7 +1,7 @@
 """The neighbor graph of stored feature sets: the task, what does not fit together, and computing it in this process.
 
 `build_graph` does it here, `cluster.graph.build_graph` on Ray: the same bytes. `build_approximate` makes an approximate
-one, `cluster.approximate.build_approximate` on Ray: clusters are found once, then each part is made by itself. A
+one, `cluster.graph.build_approximate` on Ray: clusters are found once, then each part is made by itself. A
 finished graph says something of its collection: hubs, rows that are alone, how near the nearest are.
 """
 
@@ -18,11 +18,9 @@ import torch
 from lattqe.device import peak_bytes, pick_device
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.search.approximate import SEED, Approximation, Membership, Recall, approximate, lists_of
-from lattqe.search.graph import fastest_kind, knn_graph
-from lattqe.search.pairing import Clock
+from lattqe.search.graph import faiss_graph, fastest_kind, knn_graph
 from lattqe.search.products import Block, lanes_on
-from lattqe.search.rows import Rows, in_one
-from lattqe.search.second import faiss_graph
+from lattqe.search.rows import Clock, Rows, in_one
 from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table, part_row_counts, row_bytes
 from lattqe.store.manifest import WORK, canonical_json, parse_json, seal_bytes, unseal_bytes
 from lattqe.store.place import absolute, node_folder, traffic

@@ -1,114 +1,27 @@
-"""Exact search of one set of rows in another, on one device, by a running top-k for many rows at once.
+"""A running top-k for many rows at once, in arrays or in tensors on a device.
 
 It is fed with float32 scores of known error and finished exactly. Each row has a threshold: what lies below it cannot
 be among its k best, whatever the rounding. Entries above it are appended to a small buffer; a full buffer is cut back
 to the entries that could still be among the k best. Where ties or near ties leave too many of those, the row is scored
 exactly on the spot. A threshold may also be guessed from a sample: at the end each row tells whether its guess is
 proven by what was kept, and a row whose guess was too high is searched anew.
-"""
 
-from collections.abc import Sequence
+On a device, thresholds, buffers, cutting back and the final order are tensors; what comes back is the finished lists.
+Float16 rows of ordinary length are scored there too: their products are multiples of 2^-48 and every sum of them fits
+53 bits, so float64 gives the true value in any order of summation, the same as on the CPU. Other rows are scored on the
+CPU.
+"""
 
 import numpy as np
 import torch
 
-from lattqe.errors import LattqeError
-from lattqe.search.device_topk import DeviceTopK
-from lattqe.search.exact import best_of, exact_order, exact_scores, just_below, merge, published
-from lattqe.search.pairing import in_lanes
-from lattqe.search.products import Block, Products, TorchProducts, lanes_on, with_room
-from lattqe.search.rows import check_queries, tiles
+from lattqe.search.exact import Codes, best_of, exact_order, exact_scores, just_below
+from lattqe.search.products import Block, Products, TorchProducts
 
-QUERY_BLOCK = 4096
-MANY_QUERIES = 256  # for each thread: fewer, and the threads share the database instead
-BUFFER_BYTES = 128 << 20  # of candidates, for one block of queries
 RECEIVE_CHUNK = 8192  # pairs looked up at once
 SPARE = 3  # candidates that a row's buffer holds for each of its k best
-
-
-def topk(
-    xq: np.ndarray,
-    xb: np.ndarray,
-    k: int,
-    *,
-    largest: bool = True,
-    exclude: np.ndarray | None = None,
-    first_row: int = 0,
-    device: torch.device | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Find the k best rows of xb (nb, D) for each row of xq (nq, D): D (nq, k) float32, I (nq, k) int32.
-
-    Exact: ordered by the float64 dot product, then by row, ascending; `largest=False` gives the k lowest, ascending.
-    `exclude` (nq,) int names one row of xb that each query must not find (-1: none). Row numbers in the answer, and in
-    `exclude`, start at `first_row`. Fewer than k rows: row -1, score 0.
-    """
-    # The lowest scores are the highest of the opposite query: negation is exact.
-    sign = 1 if largest else -1
-    with lanes_on(device) as lanes:
-        database = Block.load(xb, lanes[0])
-        scores, ids = best_rows(sign * np.asarray(xq), database, k, lanes, exclude=exclude, first_row=first_row)
-    return published(sign * scores, ids)
-
-
-def best_rows(
-    xq: np.ndarray,
-    database: Block,
-    k: int,
-    lanes: Sequence[Products],
-    *,
-    exclude: np.ndarray | None = None,
-    first_row: int = 0,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Find the k best, in the form that can be merged: (nq, k) float64 (-inf missing), (nq, k) int32 (-1 missing).
-
-    Threads share the queries or, where these are few, the rows of the database.
-    """
-    xq = check_queries(xq, database.dim)
-    if k < 1:
-        raise LattqeError(f"k must be at least 1, got {k}")
-    database = database.without(k)
-    limit = int(np.clip(BUFFER_BYTES // (8 * capacity_for(k)), 1, QUERY_BLOCK))
-    few = len(xq) < MANY_QUERIES * len(lanes)
-    blocks = list(tiles(len(xq), limit if few else min(limit, -(-len(xq) // len(lanes)))))
-    ranges = list(tiles(len(database), -(-len(database) // len(lanes)) if few else len(database)))
-
-    def search(products: Products, task: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-        first, last, start, stop = task
-        queries = Block.load(xq[first:last], products, widen=True)
-        hidden = None if exclude is None else np.asarray(exclude[first:last]) - first_row - start
-        part = database.part(start, stop)
-        scores, ids = with_room(lambda: search_block(queries, part, k, products, hidden), [products])
-        return scores, np.where(ids < 0, -1, ids + (start + first_row)).astype(np.int32)
-
-    scores, ids = np.full((len(xq), k), -np.inf), np.full((len(xq), k), -1, dtype=np.int32)
-    found = in_lanes(search, [(*block, *rows) for block in blocks for rows in ranges], lanes)
-    for number, (first, last) in enumerate(blocks if ranges else ()):
-        lists = found[number * len(ranges) : (number + 1) * len(ranges)]
-        scores[first:last], ids[first:last] = merge(lists, k) if len(lists) > 1 else lists[0]
-    return scores, ids
-
-
-def search_block(
-    queries: Block, database: Block, k: int, products: Products, hidden: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Search one block of queries over all tiles of the database, but for row `hidden` (nq,) of it (-1: none).
-
-    (nq, k) float64 (-inf missing), (nq, k) int32 (-1 missing).
-    """
-    running = running_topk(products, queries, database, k)
-    for lo, hi in tiles(len(database), max(products.entries // max(len(queries), 1), products.tile)):
-        tile = products.multiply(queries.held, products.widen(database.held[lo:hi]))
-        if hidden is not None:
-            inside = np.flatnonzero((hidden >= lo) & (hidden < hi))
-            products.blank(tile, inside, hidden[inside] - lo)
-        if lo == 0 and hi > k:
-            running.lift(slice(None), products.kth(tile, k))
-        i, j, scores = products.passing(tile, running.threshold)
-        running.offer(slice(None), i, j + lo, scores)
-    running.settle(0, len(queries))
-    running.prepare_scores()
-    running.score(0, len(queries))
-    return running.lists(0, len(queries))
+SUMMABLE_NORMS = 16.0  # product of two norms up to which sums of float16 products are exact: 2^52 multiples of 2^-48
+SCORING_ELEMENTS = 1 << 24  # gathered at once for exact scores, in float64
 
 
 def running_topk(
@@ -296,3 +209,185 @@ def _places(i: np.ndarray, length: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """For ascending i (m,): each entry's place among those equal to it (m,), and how many there are of each (n,)."""
     counts = np.bincount(i, minlength=length)
     return np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts), counts
+
+
+class DeviceTopK:
+    """Those of the k best rows that are in `others` for each of `rows`, as far as they were offered.
+
+    As RunningTopK, with tensors on `device` for candidates and thresholds; the arguments here are arrays.
+    """
+
+    def __init__(
+        self,
+        rows: Block,
+        others: Block,
+        k: int,
+        error: np.ndarray,
+        capacity: int,
+        device: torch.device,
+        known: np.ndarray | None = None,
+        floor: np.ndarray | None = None,
+    ) -> None:
+        self.rows, self.others, self.k, self.device = rows, others, k, device
+        self.error, self.capacity = self._bring(error), capacity
+        self.known = None if known is None else self._bring(known)
+        self.surplus = None if others.surplus is None else self._bring(others.surplus)
+        self.exact_here = _summable(rows, others)
+        self.proven = torch.full((len(rows),), -torch.inf, device=device)
+        for least in (floor, None if known is None else known[:, -1]):
+            if least is not None:
+                self.proven = torch.maximum(self.proven, _just_below(self._bring(least) - self.error))
+        self.threshold = self.proven.clone()
+        self._scores = torch.full((len(rows), capacity), -torch.inf, device=device)
+        self._ids = torch.zeros((len(rows), capacity), dtype=torch.int64, device=device)
+        self._fill = torch.zeros(len(rows), dtype=torch.int64, device=device)
+
+    def _bring(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+    def bare(self, cut: slice) -> bool:
+        """Whether some of the rows in `cut` have no threshold yet."""
+        return bool(torch.isneginf(self.threshold[cut]).any())
+
+    def lift(self, cut: slice, kth: torch.Tensor, guess: bool = False) -> None:
+        """See RunningTopK."""
+        possible = _just_below(kth.double() - 2 * self.error[cut])
+        self.threshold[cut] = torch.maximum(self.threshold[cut], possible)
+        if not guess:
+            self.proven[cut] = torch.maximum(self.proven[cut], possible)
+
+    def offer(self, cut: slice, i: torch.Tensor, j: torch.Tensor, scores: torch.Tensor) -> None:
+        """See RunningTopK."""
+        start, _, step = cut.indices(len(self.rows))
+        if self.surplus is not None:
+            keep = ~self.surplus[j]
+            i, j, scores = i[keep], j[keep], scores[keep]
+        while i.numel():
+            counts = torch.bincount(i)
+            rank = torch.arange(len(i), device=self.device) - (counts.cumsum(0) - counts)[i]
+            fill = self._fill[start : start + step * len(counts) : step]
+            slot = fill[i] + rank
+            fill.copy_((fill + counts).clamp_(max=self.capacity))
+            fits = slot < self.capacity
+            place = (start + step * i[fits]) * self.capacity + slot[fits]
+            self._scores.view(-1)[place] = scores[fits]
+            self._ids.view(-1)[place] = j[fits]
+            full = (fill == self.capacity).nonzero()[:, 0]
+            if not full.numel():
+                return
+            self._compact(start + step * full)
+            keep = ~fits & (scores > self.threshold[start + step * i])
+            i, j, scores = i[keep], j[keep], scores[keep]
+
+    def settle(self, start: int, stop: int) -> None:
+        """See RunningTopK."""
+        fill = self._fill[start:stop]
+        if self.known is None:
+            self._compact(start + (fill >= self.k).nonzero()[:, 0])
+            return
+        rows = start + (fill > 0).nonzero()[:, 0]
+        if rows.numel():
+            reached = torch.cat([self.known[rows], self._scores[rows].double() - self.error[rows, None]], dim=1)
+            kth = reached.topk(self.k, dim=1).values[:, -1]
+            self.proven[rows] = torch.maximum(self.proven[rows], _just_below(kth - self.error[rows]))
+            self._compact(rows)
+
+    def unproven(self) -> np.ndarray:
+        """See RunningTopK."""
+        return (self.threshold > self.proven).nonzero()[:, 0].cpu().numpy()
+
+    def prepare_scores(self) -> None:
+        """See RunningTopK."""
+        width = max(int(self._fill.max()) if len(self._fill) else 0, 1)
+        self._exact = torch.full((len(self.rows), width), torch.nan, dtype=torch.float64, device=self.device)
+
+    def score(self, start: int, stop: int, mirror: "DeviceTopK | None" = None) -> int:
+        """See RunningTopK; both sides of a pair are scored, which costs less here than looking one up."""
+        width = self._exact.shape[1]
+        wanted = torch.arange(width, device=self.device) < self._fill[start:stop, None]
+        i, slot = (wanted & torch.isnan(self._exact[start:stop])).nonzero(as_tuple=True)
+        i = i + start
+        self._exact[i, slot] = self._score(i, self._ids[i, slot])
+        return len(i)
+
+    def lists(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """See RunningTopK: the finished lists, as arrays in main memory."""
+        used = torch.arange(self._exact.shape[1], device=self.device) < self._fill[start:stop, None]
+        scores = torch.where(used, self._exact[start:stop], -torch.inf)
+        ids = torch.where(used, self._ids[start:stop, : used.shape[1]], -1)
+        missing = self.k - used.shape[1]
+        if missing > 0:
+            scores = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
+            ids = torch.nn.functional.pad(ids, (0, missing), value=-1)
+        order = _exact_order(scores, ids)[:, : self.k]
+        return scores.gather(1, order).cpu().numpy(), ids.gather(1, order).int().cpu().numpy()
+
+    def _compact(self, rows: torch.Tensor) -> None:
+        """Drop from the buffers of `rows` what can no longer be among their k best."""
+        if not rows.numel():
+            return
+        scores, ids = self._scores[rows], self._ids[rows]
+        kth = scores.topk(self.k, dim=1).values[:, -1].double()
+        proven = torch.maximum(self.proven[rows], _just_below(kth - 2 * self.error[rows]))
+        keep = scores > torch.maximum(self.threshold[rows], proven)[:, None]
+        crowded = (keep.sum(dim=1) > max(self.capacity // 2, self.k)).nonzero()[:, 0]
+        if crowded.numel():
+            keep[crowded], exact_kth = self._exactly_best(rows[crowded])
+            reached = _just_below(exact_kth - self.error[rows[crowded]])
+            proven[crowded] = torch.maximum(proven[crowded], reached)
+        front = torch.argsort(~keep, dim=1, stable=True)
+        counts = keep.sum(dim=1)
+        kept = torch.arange(self.capacity, device=self.device) < counts[:, None]
+        self._scores[rows] = torch.where(kept, scores.gather(1, front), -torch.inf)
+        self._ids[rows] = ids.gather(1, front)
+        self._fill[rows] = counts
+        self.proven[rows] = proven
+        self.threshold[rows] = torch.maximum(self.threshold[rows], proven)
+
+    def _exactly_best(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mark the k exactly best entries in crowded buffers: (m, capacity) bool, and the k-th scores (m,) float64."""
+        used = torch.arange(self.capacity, device=self.device) < self._fill[rows, None]
+        r, slot = used.nonzero(as_tuple=True)
+        scores = torch.full(used.shape, -torch.inf, dtype=torch.float64, device=self.device)
+        scores[r, slot] = self._score(rows[r], self._ids[rows[r], slot])
+        order = _exact_order(scores, self._ids[rows])[:, : self.k]
+        mask = torch.zeros_like(used).scatter_(1, order, True)
+        return mask, scores.gather(1, order)[:, -1]
+
+    def _score(self, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        """Exact scores of the pairs (rows[i], others[j]), (m,) float64."""
+        if not self.exact_here:
+            found = exact_scores(self.rows.stored, self.others.stored, i.cpu().numpy(), j.cpu().numpy())
+            return self._bring(found)
+        step = max(SCORING_ELEMENTS // max(self.rows.dim, 1), 1)
+        parts = [
+            (_held(self.rows, i[lo : lo + step]).double() * _held(self.others, j[lo : lo + step]).double()).sum(1)
+            for lo in range(0, len(i), step)
+        ]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=self.device)
+
+
+def _held(block: Block, rows: torch.Tensor) -> torch.Tensor:
+    """Rows (m,) of a block as they are stored, on the device."""
+    source = block.held.source if isinstance(block.held, Codes) else block.held
+    if isinstance(block.held, Codes):
+        rows = torch.from_numpy(block.held.place).to(rows.device)[rows]
+    return source[rows]
+
+
+def _summable(rows: Block, others: Block) -> bool:
+    """Whether float64 sums of these rows' products are exact in any order."""
+    narrow = all(block.stored.dtype == np.float16 for block in (rows, others))
+    return narrow and float(rows.norms.max(initial=0.0) * others.norms.max(initial=0.0)) <= SUMMABLE_NORMS
+
+
+def _just_below(values: torch.Tensor) -> torch.Tensor:
+    """Round float64 down to a float32 strictly below it."""
+    return torch.nextafter(values.float(), torch.tensor(-torch.inf, device=values.device))
+
+
+def _exact_order(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The permutation (n, m) by score descending, then row ascending."""
+    by_id = torch.argsort(ids, dim=1, stable=True)
+    by_score = torch.argsort(scores.gather(1, by_id), dim=1, descending=True, stable=True)
+    return by_id.gather(1, by_score)

@@ -11,21 +11,21 @@ from lattqe.store.artifacts import (
     save_model,
 )
 from lattqe.store.features import FeatureSet, comparable_labels
-from lattqe.store.manifest import Manifest, Part, find_manifest, read_manifest
-from lattqe.store.pending import Pending
-from lattqe.store.place import ChangedError, MissingFileError, Place, UnavailableError, open_place
-from lattqe.store.tables import (
+from lattqe.store.manifest import (
+    Manifest,
+    Part,
     edges_schema,
-    edges_table,
     features_schema,
-    features_table,
+    find_manifest,
     neighbors_schema,
-    neighbors_table,
     part_row_counts,
     ranks_schema,
-    ranks_table,
+    read_manifest,
     row_bytes,
 )
+from lattqe.store.parts import edges_table, features_table, neighbors_table, ranks_table
+from lattqe.store.pending import Pending
+from lattqe.store.place import ChangedError, MissingFileError, Place, UnavailableError, open_place
 from lattqe.store.writer import FeatureWriter
 
 __all__ = [

@@ -15,11 +15,20 @@ from safetensors import SafetensorError
 
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.store.features import NORM_TOLERANCE, FeatureSet, IdRegister, bad_ids, norms
-from lattqe.store.manifest import Manifest, Part, checksum, describe_kind, parse_json, plain_json, read_manifest
-from lattqe.store.parts import StoredRows, load_part
+from lattqe.store.manifest import (
+    Manifest,
+    Part,
+    check_columns,
+    checksum,
+    describe_kind,
+    parse_json,
+    plain_json,
+    read_manifest,
+    schema_of,
+)
+from lattqe.store.parts import StoredRows, column_matrix, load_part
 from lattqe.store.pending import check_inputs, claim, make_plan, publish_manifest
 from lattqe.store.place import Place, open_place
-from lattqe.store.tables import check_columns, column_matrix, schema_of
 
 MAX_K = 1 << 24
 

@@ -10,10 +10,9 @@ import pyarrow.compute as pc
 import xxhash
 
 from lattqe.errors import CorruptDataError, LattqeError
-from lattqe.store.manifest import Manifest
-from lattqe.store.parts import StoredRows
+from lattqe.store.manifest import DTYPES, Manifest, check_columns, features_schema
+from lattqe.store.parts import StoredRows, column_matrix, string_column
 from lattqe.store.place import Place
-from lattqe.store.tables import DTYPES, check_columns, column_matrix, features_schema, string_column
 
 # Rows converted to float64 at a time: a few MiB of working memory for any width.
 CHUNK_VALUES = 1 << 19

@@ -1,9 +1,15 @@
-"""The manifest of a stored artifact: written last and exclusively, so an artifact without one does not exist."""
+"""What a stored artifact is: its manifest, the columns of its kind, and how its rows are cut into parts.
+
+The manifest is written last and exclusively, so an artifact without one does not exist.
+"""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import xxhash
 
 from lattqe import __version__
@@ -20,7 +26,6 @@ MAX_BYTES = 64 << 20
 SEAL_BYTES = 16
 MEASURED = "measured"  # in a configuration: what making the artifact found out, not what was asked for
 APPROXIMATE = "approximate"  # of an input: what its graph lacks
-
 KINDS = {
     "features": "feature set",
     "neighbors": "neighbor graph",
@@ -28,6 +33,11 @@ KINDS = {
     "model": "model",
     "edges": "weighted graph",
 }
+DTYPES = {"float16": pa.float16(), "float32": pa.float32()}
+NUMBERS = {pa.float16(): "float16", pa.float32(): "float32", pa.int32(): "int32"}  # that lists are made of
+DEFAULT_PART_BYTES = 64 << 20
+# What an id is taken to need when rows are counted into parts before any id is seen.
+NOMINAL_ID_BYTES = 24
 
 
 def describe_kind(kind: str) -> str:
@@ -285,3 +295,104 @@ def read_manifest(place: Place, kind: str | None = None) -> Manifest:
     if kind is not None and manifest.kind != kind:
         raise LattqeError(f"{place.uri} is {describe_kind(manifest.kind)}, but {describe_kind(kind)} is needed here")
     return manifest
+
+
+def check_dtype(dtype: str) -> str:
+    """float16 or float32."""
+    name = np.dtype(dtype).name if not isinstance(dtype, str) else dtype
+    if name not in DTYPES:
+        raise LattqeError(f"dtype {name!r} cannot be stored: use float16 or float32")
+    return name
+
+
+def _column(name: str, kind: pa.DataType) -> pa.Field:
+    return pa.field(name, kind, nullable=False)
+
+
+def list_type(kind: pa.DataType, size: int) -> pa.DataType:
+    """Lists of so many numbers, none of them missing."""
+    return pa.list_(pa.field("item", kind, nullable=False), size)
+
+
+def features_schema(
+    dim: int, dtype: str = "float16", labels: bool = False, extra: Sequence[pa.Field] = ()
+) -> pa.Schema:
+    """Columns id, vector, label (with `labels`), then `extra`."""
+    columns = [_column("id", pa.string()), _column("vector", list_type(DTYPES[check_dtype(dtype)], dim))]
+    if labels:
+        columns.append(_column("label", pa.int32()))
+    taken = {"id", "vector", "label"}
+    for column in extra:
+        if column.name in taken:
+            raise LattqeError(f"column {column.name!r} is there twice or has a reserved name")
+        taken.add(column.name)
+    return pa.schema([*columns, *(column.remove_metadata() for column in extra)])
+
+
+def neighbors_schema(k: int) -> pa.Schema:
+    """Columns neighbors (k row numbers, -1 = none) and scores."""
+    return pa.schema([_column("neighbors", list_type(pa.int32(), k)), _column("scores", list_type(pa.float32(), k))])
+
+
+def edges_schema(k: int) -> pa.Schema:
+    """Columns neighbors (k row numbers, -1 = none) and weights: the row's own, then those of its neighbors."""
+    return pa.schema(
+        [_column("neighbors", list_type(pa.int32(), k)), _column("weights", list_type(pa.float32(), 1 + k))]
+    )
+
+
+def ranks_schema(k: int) -> pa.Schema:
+    """The id of the query, then as in a neighbor graph."""
+    return pa.schema([_column("id", pa.string()), *neighbors_schema(k)])
+
+
+def schema_of(kind: str, fields: Mapping[str, Any]) -> pa.Schema:
+    """The schema of a kind from its fields: dim, dtype and labels for features, k for the others."""
+    try:
+        if kind == "features":
+            return features_schema(int(fields["dim"]), fields["dtype"], bool(fields.get("labels", False)))
+        if kind == "neighbors":
+            return neighbors_schema(int(fields["k"]))
+        if kind == "edges":
+            return edges_schema(int(fields["k"]))
+        if kind == "ranks":
+            return ranks_schema(int(fields["k"]))
+    except KeyError as error:
+        raise LattqeError(f"kind {kind!r} needs the field {error}") from error
+    raise LattqeError(f"kind {kind!r} has no schema of its own: pass one")
+
+
+def schema_columns(schema: pa.Schema) -> list[dict[str, str]]:
+    """The columns as a manifest tells them: name and type, in order."""
+    return [{"name": column.name, "type": str(column.type)} for column in schema]
+
+
+def check_columns(manifest: Manifest, schema: pa.Schema, uri: str) -> None:
+    """An artifact has at least the columns of its kind, in their order; CorruptDataError otherwise."""
+    columns, needed = manifest.fields.get("columns"), schema_columns(schema)
+    if not isinstance(columns, list) or columns[: len(needed)] != needed or not all(map(_is_column, columns)):
+        raise CorruptDataError(f"{uri}: the columns in its manifest are not those of {describe_kind(manifest.kind)}")
+
+
+def _is_column(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and set(entry) == {"name", "type"}
+        and all(isinstance(text, str) for text in entry.values())
+    )
+
+
+def part_row_counts(rows: int, bytes_per_row: int, part_bytes: int = DEFAULT_PART_BYTES) -> list[int]:
+    """Cut `rows` into parts of about `part_bytes`: all equal but the last. A function of these numbers alone."""
+    if rows < 1 or bytes_per_row < 1:
+        raise LattqeError(f"nothing to store: {rows} rows of {bytes_per_row} bytes")
+    each = max(1, min(part_bytes // bytes_per_row, rows))
+    return [min(each, rows - start) for start in range(0, rows, each)]
+
+
+def row_bytes(kind: str, fields: Mapping[str, Any]) -> int:
+    """Bytes that one row of a kind needs, for `part_row_counts`; ids count with a nominal length."""
+    if kind == "features":
+        width = int(fields["dim"]) * np.dtype(fields["dtype"]).itemsize
+        return width + NOMINAL_ID_BYTES + 4 * bool(fields.get("labels", False))
+    return 8 * int(fields["k"]) + {"ranks": NOMINAL_ID_BYTES, "edges": 4}.get(kind, 0)

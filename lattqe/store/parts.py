@@ -1,37 +1,189 @@
-"""Reading artifacts that are cut into parts by rows: each part is checked before its first use, then viewed.
+"""The parts of artifacts: tables made from arrays, their bytes, and rows read from them.
 
-Parts of a remote artifact can be kept in a folder on this machine (`PartCache`).
+A part is an Arrow IPC file with one record batch and no compression: after mapping it, a vector is viewed, not parsed.
+Each part is checked before its first use. Parts of a remote artifact can be kept in a folder on this machine
+(`PartCache`).
 """
 
 import fcntl
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store.local import LocalPlace, explained
-from lattqe.store.manifest import APPROXIMATE, Manifest, Part, checksum, read_manifest
+from lattqe.store.manifest import (
+    APPROXIMATE,
+    NUMBERS,
+    Manifest,
+    Part,
+    checksum,
+    edges_schema,
+    features_schema,
+    list_type,
+    neighbors_schema,
+    ranks_schema,
+    read_manifest,
+    schema_columns,
+)
 from lattqe.store.place import MissingFileError, Place, open_place
-from lattqe.store.tables import decode_part
 
 # Parts read from S3 live in memory, at most this much of them for each open artifact; parts on disk are only mapped.
 RESIDENT_BYTES = 256 << 20
 # Parts that threads load beforehand: two checksums at once keep up with the raw speed of a disk cache.
 PARTS_AHEAD = 2
 FETCHES = 3  # of a part that does not match its checksum
-
 # Looks at a part's rows when they are loaded: the batch, its first row, its address.
 Check: TypeAlias = Callable[[pa.RecordBatch, int, str], None]
-
 # Files on disk whose checksum this process has found right: (path, signature of the file, checksum).
 _checked: set[tuple[str, tuple[int, int, int], str]] = set()
+
+
+def matrix_column(matrix: np.ndarray) -> pa.FixedSizeListArray:
+    """An (n, d) array as a column of n lists, without a copy where it is contiguous."""
+    flat = np.ascontiguousarray(matrix).reshape(-1)
+    values = pa.Array.from_buffers(pa.from_numpy_dtype(flat.dtype), len(flat), [None, pa.py_buffer(flat)])
+    return pa.FixedSizeListArray.from_arrays(values, type=list_type(values.type, matrix.shape[1]))
+
+
+def column_matrix(column: pa.FixedSizeListArray) -> np.ndarray:
+    """A column of n lists of numbers, none of them missing, as an (n, d) read-only view."""
+    values = column.flatten()
+    dtype = np.dtype(NUMBERS[values.type])
+    # Arrow's own `to_numpy` imports pandas wherever that is installed: time and memory in every process.
+    flat = np.frombuffer(values.buffers()[1], dtype, len(values), values.offset * dtype.itemsize)
+    flat.flags.writeable = False
+    return flat.reshape(len(column), column.type.list_size)
+
+
+def features_table(
+    ids: Sequence[str] | pa.Array,
+    vectors: np.ndarray,
+    labels: np.ndarray | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> pa.Table:
+    """A table of ids (n,), vectors (n, D) float16 or float32 as they are, labels (n,), and other columns."""
+    extra = dict(extra or {})
+    columns = [string_column(ids), matrix_column(vectors)]
+    if labels is not None:
+        columns.append(pa.array(_as_labels(labels)))
+    more = {
+        name: _as_column(values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values))
+        for name, values in extra.items()
+    }
+    schema = features_schema(
+        vectors.shape[1],
+        vectors.dtype.name,
+        labels is not None,
+        [pa.field(name, values.type) for name, values in more.items()],
+    )
+    return _table([*columns, *more.values()], schema)
+
+
+def neighbors_table(I: np.ndarray, D: np.ndarray) -> pa.Table:
+    """A table of neighbors I (n, k) and scores D (n, k)."""
+    return _table(
+        [matrix_column(np.asarray(I, dtype=np.int32)), matrix_column(np.asarray(D, dtype=np.float32))],
+        neighbors_schema(I.shape[1]),
+    )
+
+
+def edges_table(neighbors: np.ndarray, weights: np.ndarray) -> pa.Table:
+    """A table of neighbors (n, k) and weights (n, 1 + k)."""
+    return _table(
+        [matrix_column(np.asarray(neighbors, dtype=np.int32)), matrix_column(np.asarray(weights, dtype=np.float32))],
+        edges_schema(neighbors.shape[1]),
+    )
+
+
+def ranks_table(ids: Sequence[str] | pa.Array | pa.ChunkedArray, I: np.ndarray, D: np.ndarray) -> pa.Table:
+    """A table of query ids (n,), ranks I (n, k) and scores D (n, k)."""
+    lists = neighbors_table(I, D)
+    return _table([string_column(ids), *lists.columns], ranks_schema(I.shape[1]))
+
+
+def _as_labels(labels: np.ndarray) -> np.ndarray:
+    labels = np.asarray(labels)
+    if labels.dtype.kind not in "iu" or (labels.size and not -(2**31) <= labels.min() <= labels.max() < 2**31):
+        raise LattqeError(
+            f"labels are whole numbers of 32 bits, not {labels.dtype} (first: {labels.reshape(-1)[:1].tolist()})"
+        )
+    return labels.reshape(-1).astype(np.int32)
+
+
+def string_column(texts: Sequence[str] | pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Texts as one Arrow column; LattqeError where something is no text."""
+    try:
+        return _as_column(
+            texts.cast(pa.string()) if isinstance(texts, pa.Array | pa.ChunkedArray) else pa.array(texts, pa.string())
+        )
+    except (pa.ArrowException, UnicodeEncodeError, TypeError) as error:
+        raise LattqeError(f"ids must be texts: {error}") from error
+
+
+def _as_column(values: pa.Array | pa.ChunkedArray) -> pa.Array:
+    return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+
+
+def _table(columns: list[pa.Array], schema: pa.Schema) -> pa.Table:
+    lengths = {len(column) for column in columns}
+    if len(lengths) != 1:
+        raise LattqeError(f"columns differ in length: {[len(column) for column in columns]}")
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def encode_part(table: pa.Table, schema: pa.Schema) -> pa.Buffer:
+    """The bytes of a part: the same for the same rows, however the table was chunked or sliced."""
+    if table.column_names != schema.names:
+        raise LattqeError(f"columns are {table.column_names}, {schema.names} were announced")
+    for column, values in zip(schema, table.columns):
+        if values.null_count and not column.nullable:
+            raise LattqeError(f"column {column.name!r} has missing values: it must not")
+    if not table.num_rows:
+        raise LattqeError("a part has at least one row")
+    batch = pa.record_batch([_compact(column) for column in table.cast(schema).columns], schema=schema)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue()
+
+
+def _compact(column: pa.ChunkedArray) -> pa.Array:
+    """One array that shares nothing: a slice would carry some of its neighbors' text into the file."""
+    return pa.concat_arrays([*column.chunks, column.chunk(0).slice(0, 0)])
+
+
+def decode_part(data: pa.Buffer, columns: list[dict[str, str]], rows: int, where: str) -> pa.RecordBatch:
+    """View the bytes of a part, which must hold what its manifest says."""
+    try:
+        reader = pa.ipc.open_file(pa.BufferReader(data))
+        batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
+        if batch is not None:
+            _validate(batch)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise CorruptDataError(f"{where} is not a readable Arrow file: {error}") from error
+    if batch is None or batch.num_rows != rows:
+        raise CorruptDataError(f"{where} does not hold one batch of {rows} rows")
+    if schema_columns(batch.schema) != columns:
+        raise CorruptDataError(f"{where} has other columns than its manifest says: {batch.schema.names}")
+    return batch
+
+
+def _validate(batch: pa.RecordBatch) -> None:
+    """Raise an ArrowException where following the columns could lead out of the buffer, or where a value is missing."""
+    batch.validate()
+    for column, values in zip(batch.schema, batch.columns):
+        if not pa.types.is_fixed_size_list(column.type):
+            values.validate(full=True)  # offsets and texts; numbers need no such look
+        elif values.null_count or values.values.null_count:
+            raise pa.ArrowInvalid(f"column {column.name!r} has missing values")
 
 
 def load_part(place: Place, part: Part) -> pa.Buffer:

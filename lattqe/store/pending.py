@@ -26,12 +26,13 @@ from lattqe.store.manifest import (
     find_manifest,
     parse_json,
     plain_json,
+    schema_columns,
+    schema_of,
     seal_json,
     unseal_json,
 )
-from lattqe.store.parts import load_part
+from lattqe.store.parts import decode_part, encode_part, load_part
 from lattqe.store.place import MissingFileError, Place, open_place
-from lattqe.store.tables import decode_part, encode_part, schema_columns, schema_of
 
 PARALLEL_DELETES = 8
 KEYS = {"kind": str, "fields": dict, "config": dict, "inputs": dict, "part_rows": list | None, "code_version": str}

@@ -25,19 +25,19 @@ from lattqe.store.features import (
     norms,
     renumbered,
 )
-from lattqe.store.manifest import PLAN, Manifest, Part, checksum
+from lattqe.store.manifest import (
+    DEFAULT_PART_BYTES,
+    PLAN,
+    Manifest,
+    Part,
+    check_dtype,
+    checksum,
+    features_schema,
+    schema_columns,
+)
+from lattqe.store.parts import column_matrix, encode_part, features_table, string_column
 from lattqe.store.pending import check_inputs, claim, make_plan, part_name, publish_manifest
 from lattqe.store.place import UnavailableError, open_place
-from lattqe.store.tables import (
-    DEFAULT_PART_BYTES,
-    check_dtype,
-    column_matrix,
-    encode_part,
-    features_schema,
-    features_table,
-    schema_columns,
-    string_column,
-)
 
 # Values converted in one go: what the writer needs does not depend on how much comes at once.
 APPEND_VALUES = 4 << 20

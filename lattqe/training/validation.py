@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lattqe.augmentation.hops import hop
 from lattqe.errors import LattqeError
 from lattqe.evaluation import LabelTruth, evaluate
 from lattqe.evaluation.truth import keep_of_each
 from lattqe.expansion.attention import AttentionExpansion
 from lattqe.expansion.base import Expanded
+from lattqe.expansion.diffusion import hop
 from lattqe.expansion.rows import Found, augment_rows, expand_queries, nearest
 from lattqe.model import LAttQE
 from lattqe.search import FlatIndex, knn_graph

@@ -5,7 +5,8 @@ import pytest
 from hop_world import ALPHA, DIM, HOPS, ROWS, begun, expected, make_world, no_bar, published
 
 from lattqe.augmentation import AugmentSummary
-from lattqe.augmentation.bands import FOLDER, HopTask, HopWorker, Schedule, StaleHopsError, run_hops
+from lattqe.augmentation.bands import FOLDER, HopWorker, Schedule, StaleHopsError, run_hops
+from lattqe.augmentation.recipe import HopTask
 from lattqe.errors import LattqeError
 from lattqe.store import FeatureSet, FeatureWriter
 

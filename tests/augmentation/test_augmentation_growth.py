@@ -9,7 +9,7 @@ from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
 from lattqe.expansion.rows import augment_rows
 from lattqe.search import FlatIndex, knn_graph
-from lattqe.search.update import update_graph
+from lattqe.search.graph import update_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Pending, features_table, neighbors_table
 from lattqe.store.features import Kept
 from lattqe.store.writer import check_joinable, join_features, kept_rows, stack_features

@@ -61,6 +61,7 @@ def whole(source, to):
     return pending.finish().digest
 
 
+@pytest.mark.kill
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("at", [1, 4, 9])
 def test_killed_at_any_block_and_begun_again(source, tmp_path, threads, at):

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 import lattqe
-from lattqe.augmentation.hops import MOST_HOPS, check_hops, column_groups, directed, hop, hopped, transition, unit_rows
 from lattqe.errors import LattqeError
 from lattqe.expansion import create
-from lattqe.expansion.base import CANCELLED
+from lattqe.expansion.base import CANCELLED, MOST_HOPS, check_hops
+from lattqe.expansion.diffusion import column_groups, directed, hop, hopped, transition, unit_rows
 from lattqe.expansion.rows import augment_rows
 from lattqe.search import FlatIndex, knn_graph
 

@@ -15,9 +15,9 @@ import pytest
 import ray
 
 from cluster.blocks import BlockPolicy, check_parts, run_blocks
-from cluster.metrics import Watch, Work
+from cluster.monitor import Tally, Watch
 from cluster.session import require_resources
-from jobs.log_file import logging_to
+from jobs.console import logging_to
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import Pending, UnavailableError, neighbors_table, open_place
 from lattqe.store.place import traffic
@@ -194,7 +194,7 @@ def run_watched(tmp_path, kind, policy, workers, **behaviour):
     """Eight blocks in a run of this kind: its summary and the lines of its log."""
     folder = tmp_path / kind
     folder.mkdir()
-    work = Work(kind, rows=lambda block: 10, label=lambda block: f"block-{block}")
+    work = Tally(kind, rows=lambda block: 10, label=lambda block: f"block-{block}")
     with logging_to(str(folder / "log"), "test", {}):
         summary = run_blocks(
             lambda number: Squares.remote(str(folder), **behaviour),

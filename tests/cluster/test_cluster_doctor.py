@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.doctor import NodeReport, _try_storage, examine_node, to_fix
+from cluster.monitor import NodeReport, _try_storage, examine_node, to_fix
 
 WELL = NodeReport(
     "10.0.0.1 (abc)",

@@ -12,19 +12,16 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from cluster.approximate import build_approximate
-from cluster.graph import run_graph
-from cluster.graph_plan import agree_on_cut, plan_graph
-from cluster.graph_worker import GraphWorker
-from cluster.lists import file_name, find_lists, read_lists, write_lists
+from cluster.graph import build_approximate, plan_graph, run_graph
+from cluster.graph_worker import GraphWorker, agree_on_cut, file_name, find_lists, read_lists, write_lists
 from cluster.session import ray_session
 from cluster.shards import ShardedIndex
 from lattqe.cost import Cut, cut_rows
 from lattqe.cost.rows import cut_owned
 from lattqe.errors import LattqeError
 from lattqe.search import knn_graph, stored, topk
-from lattqe.search.graph import Lists
-from lattqe.search.pairing import Pairing
+from lattqe.search.compare import Lists
+from lattqe.search.rows import Pairing
 from lattqe.search.stored import GraphTask, begin_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, open_place
 
@@ -255,11 +252,11 @@ def test_the_plan_refuses_what_cannot_fit(local_ray, features, tmp_path, monkeyp
     plan = plan_graph(task, 2)
     assert plan.products == pytest.approx(900 * 900 / 2, rel=0.02)
     assert plan.work.flops == 2 * plan.work.products * 24
-    monkeypatch.setattr("cluster.graph_plan.worker_budget", lambda workers, device: 1 << 20)
+    monkeypatch.setattr("cluster.graph.worker_budget", lambda workers, device: 1 << 20)
     with pytest.raises(LattqeError, match="2 workers have 1 MiB each, but two blocks of 512 rows"):
         plan_graph(task, 2)
     monkeypatch.undo()
-    monkeypatch.setattr("cluster.graph_plan.shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr("cluster.graph_worker.shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1000}))
     with pytest.raises(LattqeError, match="its disk has 0 MiB free"):
         plan_graph(task, 2)
     assert not open_place(task.to).list()

@@ -15,9 +15,8 @@ import torch
 from ray.cluster_utils import Cluster
 
 from cluster.blocks import BlockPolicy
-from cluster.graph import run_graph
-from cluster.graph_plan import agree_on_cut, measure_worker, places, plan_graph, threads_for
-from cluster.graph_worker import GraphWorker
+from cluster.graph import agree_on_cut, plan_graph, run_graph
+from cluster.graph_worker import GraphWorker, measure_worker, places, threads_for
 from cluster.session import ray_session
 from lattqe.cost import cut_rows
 from lattqe.device import pick_device

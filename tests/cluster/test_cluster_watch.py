@@ -4,14 +4,14 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from cluster import metrics
+from cluster import monitor
 
 
 def test_rows_per_second_forget_what_is_older_than_a_minute(monkeypatch):
     counters, now = MagicMock(job="1"), [0.0]
-    monkeypatch.setattr(metrics, "metrics", lambda: counters)
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
-    watch = metrics.Watch("augment")
+    monkeypatch.setattr(monitor, "metrics", lambda: counters)
+    monkeypatch.setattr(monitor.time, "monotonic", lambda: now[0])
+    watch = monitor.Watch("augment")
 
     def rate_after(seconds, rows):
         now[0] += seconds
@@ -32,7 +32,7 @@ def test_a_training_is_counted_from_where_it_began(monkeypatch):
     from cluster.training import Standing, _counting
 
     counters, shown = MagicMock(job="1"), []
-    monkeypatch.setattr(metrics, "metrics", lambda: counters)
+    monkeypatch.setattr(monitor, "metrics", lambda: counters)
     show = _counting(shown.append, batch=64)
     for standing in (
         Standing(0),

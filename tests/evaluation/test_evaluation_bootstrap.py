@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from lattqe.errors import LattqeError
-from lattqe.evaluation import Scores, paired_bootstrap
+from lattqe.evaluation import Scores
+from lattqe.evaluation.analysis import paired_bootstrap
 
 
 def scores(ap, positives=None, setup="medium"):

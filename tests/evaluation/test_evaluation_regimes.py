@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lattqe.errors import LattqeError
-from lattqe.evaluation import group_queries, regimes
+from lattqe.evaluation.analysis import group_queries, regimes
 
 
 def test_groups_have_the_means_printed_in_the_paper(revisited_folder):

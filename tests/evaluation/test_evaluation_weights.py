@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lattqe.errors import LattqeError
-from lattqe.evaluation import REVISITED, GradedTruth, Judgements, weights_by_rank
+from lattqe.evaluation import REVISITED, GradedTruth, Judgements
+from lattqe.evaluation.analysis import weights_by_rank
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2), st.integers(0, 2**31))

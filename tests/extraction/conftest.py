@@ -33,6 +33,12 @@ def network():
 
 
 @pytest.fixture(scope="session")
+def hollow(network):
+    """The same keys and shapes, all zeros, in half the bytes: for files that are read but never run."""
+    return {key: torch.zeros(value.shape, dtype=torch.float16) for key, value in network.state_dict().items()}
+
+
+@pytest.fixture(scope="session")
 def published(network):
     """Bytes of a network file, as cnnimageretrieval-pytorch saves it: published(state=..., **changes of meta)."""
 

@@ -30,7 +30,7 @@ import botocore.auth
 
 from jobs import cli, search
 from lattqe.store import FeatureWriter, part_row_counts
-from lattqe.store.tables import DEFAULT_PART_BYTES
+from lattqe.store.manifest import DEFAULT_PART_BYTES
 
 # What the verbs import when they are called.
 WARM = (

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from killing import killed_midway
 
-import jobs.append
 import jobs.augment
 import jobs.benchmark
 import jobs.neighbors
@@ -97,7 +96,7 @@ def test_from_the_graph_to_the_report(small, run, features, tmp_path):
     ranks = tmp_path / "ranks"
     for job, *arguments in [
         (jobs.augment.app, rows, "--method", "aqewd", "-k", 5, "--neighbors", graph, "--to", index),
-        (jobs.append.app, index, features / "more", "--to", tmp_path / "grown"),
+        (jobs.augment.append_app, index, features / "more", "--to", tmp_path / "grown"),
         (jobs.search.app, index, features / "queries", "-k", 9, "--to", ranks),
         (evaluate_app, ranks),
         (jobs.search.duplicates_app, rows, "--graph", graph),

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import lattqe
-from jobs.append import app as append
 from jobs.artifacts import verify_app as verify
 from jobs.augment import app as augment
+from jobs.augment import append_app as append
 from jobs.console import guarded
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search.stored import publish_graph

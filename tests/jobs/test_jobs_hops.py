@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import lattqe
-from jobs.append import app as append
 from jobs.artifacts import info_app as info
 from jobs.artifacts import verify_app as verify
 from jobs.augment import app as augment
+from jobs.augment import append_app as append
 from jobs.console import guarded
 from lattqe.augmentation import recipe
 from lattqe.model import LAttQE, LAttQEConfig

@@ -61,10 +61,26 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def call(copied: Path, *words: str) -> str:
+# Runs commands one after the other in one process: starting one for each would take longer than all they do.
+COMMANDS = """
+import contextlib, io, json, sys
+from jobs import cli
+
+shown = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["lattqe", *words]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        cli.main()
+    shown.append(out.getvalue())
+print(json.dumps(shown))
+"""
+
+
+def call(copied: Path, *commands: list[str]) -> list[str]:
+    """What each of some commands of the copy prints."""
     environment = {**os.environ, "PYTHONPATH": str(copied), "COLUMNS": "200"}
     done = subprocess.run(
-        [sys.executable, "-m", "jobs.cli", *words],
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
         cwd=copied,
         env=environment,
         text=True,
@@ -72,7 +88,8 @@ def call(copied: Path, *words: str) -> str:
         timeout=800,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    shown: list[str] = json.loads(done.stdout)
+    return shown
 
 
 def write(folder: Path, name: str, seed: int, images: int) -> str:
@@ -88,21 +105,19 @@ def test_a_new_method_goes_everywhere(copied: Path, tmp_path: Path) -> None:
     database, queries, new = (
         write(tmp_path, *each) for each in (("database", 1, 20), ("queries", 2, 3), ("new", 3, 2))
     )
-    x = FeatureSet.open(database).read()
-    assert "--threshold" in call(copied, "augment", "--help")
-    call(
+    (tmp_path / "run.toml").write_text(RUN)
+    index, grown, ranks, run = (str(tmp_path / name) for name in ("index", "grown", "ranks", "run"))
+    expand = ["--expand", "threshold", "--threshold", "0.4", "--nqe", "3"]
+    help_text, *_, results_text = call(
         copied,
-        "augment",
-        database,
-        "--method",
-        "threshold",
-        "--threshold",
-        "0.3",
-        "-k",
-        "5",
-        "--to",
-        str(tmp_path / "index"),
+        ["augment", "--help"],
+        ["augment", database, "--method", "threshold", "--threshold", "0.3", "-k", "5", "--to", index],
+        ["append", index, new, "--to", grown],
+        ["search", grown, queries, "-k", "7", *expand, "--to", ranks],
+        ["benchmark", str(tmp_path / "run.toml"), "--to", run, "--json"],
     )
+    assert "--threshold" in help_text
+    x = FeatureSet.open(database).read()
     scores = x @ x.T
     np.fill_diagonal(scores, -2)
     expected = x.copy()
@@ -110,30 +125,10 @@ def test_a_new_method_goes_everywhere(copied: Path, tmp_path: Path) -> None:
         for near in np.argsort(-scores[row])[:5]:
             expected[row] += max(scores[row, near] - 0.3, 0) * x[near]
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
-    np.testing.assert_allclose(FeatureSet.open(str(tmp_path / "index")).read(), expected, atol=1e-5)
-    call(copied, "append", str(tmp_path / "index"), new, "--to", str(tmp_path / "grown"))
-    assert FeatureSet.open(str(tmp_path / "grown")).rows == len(x) + 12
-    call(
-        copied,
-        "search",
-        str(tmp_path / "grown"),
-        queries,
-        "-k",
-        "7",
-        "--expand",
-        "threshold",
-        "--threshold",
-        "0.4",
-        "--nqe",
-        "3",
-        "--to",
-        str(tmp_path / "ranks"),
-    )
+    np.testing.assert_allclose(FeatureSet.open(index).read(), expected, atol=1e-5)
+    assert FeatureSet.open(grown).rows == len(x) + 12
     assert '"threshold": 0.4' in (tmp_path / "ranks" / "manifest.json").read_text()
-
-    (tmp_path / "run.toml").write_text(RUN)
-    results = json.loads(call(copied, "benchmark", str(tmp_path / "run.toml"), "--to", str(tmp_path / "run"), "--json"))
-    labels = [row["label"] for row in results["table3"]]
+    labels = [row["label"] for row in json.loads(results_text)["table3"]]
     assert labels == ["no expansion", "ThQE", "AQE", "ThDBA + ThQE"]
     page = (tmp_path / "run" / "report.html").read_text()
     assert "ThDBA + ThQE" in page

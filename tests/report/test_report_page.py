@@ -12,7 +12,7 @@ from browser import browser
 from jobs.benchmark import measure_run, publish
 from lattqe.datasets.revisited import published
 from lattqe.report import render_page
-from lattqe.report.figures import regime_bars
+from lattqe.report.views import regime_bars
 
 
 @pytest.fixture(scope="module")

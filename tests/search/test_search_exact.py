@@ -13,8 +13,8 @@ from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex, count_above, knn_graph, merge, score, topk
 from lattqe.search import graph as graph_module
 from lattqe.search import products as products_module
-from lattqe.search.pairing import Clock
 from lattqe.search.products import NumpyProducts, TorchProducts
+from lattqe.search.rows import Clock
 
 
 def slow_scores(xq, xb):
@@ -148,10 +148,10 @@ def test_thresholds_guessed_from_a_sample_change_nothing(kind, k, monkeypatch):
 @pytest.mark.parametrize("kind", ["random", "duplicates", "near"])
 def test_the_gpu_path_gives_the_same_bytes(kind, monkeypatch):
     """The torch implementation that serves GPUs, on torch's CPU device."""
-    xb = data(kind, np.random.default_rng(4), 400, 33, np.float16)
+    xb = data(kind, np.random.default_rng(4), 240, 33, np.float16)
     expected = knn_graph(xb, 7)
-    use_lanes(monkeypatch, [TorchProducts(torch.device("cpu"), tile=128)])
-    ids, scores = knn_graph(xb, 7, block_rows=190)
+    use_lanes(monkeypatch, [TorchProducts(torch.device("cpu"), tile=64)])
+    ids, scores = knn_graph(xb, 7, block_rows=110)
     np.testing.assert_array_equal(ids, expected[0])
     np.testing.assert_array_equal(scores, expected[1])
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex, exact, knn_graph
 from lattqe.search.exact import exact_scores, norms
-from lattqe.search.pairing import Clock
 from lattqe.search.products import Block, TorchProducts
-from lattqe.search.rows import Pieces, in_one, pieces_of, row_range, surplus_rows
+from lattqe.search.rows import Clock, Pieces, in_one, pieces_of, row_range, surplus_rows
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter
 

@@ -6,13 +6,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from lattqe.search.compare import Lists
 from lattqe.search.exact import exact_scores, float32_error, norms
-from lattqe.search.graph import Lists, knn_graph
-from lattqe.search.pairing import Pairing, all_pairs, run_pairs
+from lattqe.search.graph import join_lists, knn_graph
 from lattqe.search.products import Block, NumpyProducts
-from lattqe.search.rows import surplus_rows
+from lattqe.search.rows import Pairing, all_pairs, run_pairs, surplus_rows
 from lattqe.search.topk import RunningTopK
-from lattqe.search.update import join_lists
 
 
 def unit(rng, n, dim, dtype=np.float32):

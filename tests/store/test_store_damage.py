@@ -27,8 +27,8 @@ from lattqe.store import (
     save_model,
 )
 from lattqe.store.artifacts import verify_artifact
-from lattqe.store.manifest import checksum
-from lattqe.store.tables import encode_part, schema_columns
+from lattqe.store.manifest import checksum, schema_columns
+from lattqe.store.parts import encode_part
 
 
 @pytest.fixture(scope="module")

@@ -108,3 +108,21 @@ def test_names_that_cannot_be(tmp_path, names):
     writer.append(np.eye(4), list("wxyz"), np.array([0, 1, 1, 0]))
     with pytest.raises(CorruptDataError, match="not a list of distinct texts"):
         writer.close()
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_an_augmented_index_and_what_grows_from_it_keep_the_names(tmp_path, call_lattqe, hops):
+    """Else its ranks could not be judged: its queries' labels have names."""
+    texts = ["bee", "cat", "cat", "dog", "dog", "bee"]
+    write(tmp_path / "database", texts)
+    write(tmp_path / "queries", ["dog", "cat"], first=10)
+    write(tmp_path / "new", ["ant", "dog"], first=20)
+    method = ["--method", "aqe", "-k", 2, "--hops", hops]
+    assert call_lattqe("augment", tmp_path / "database", *method, "--to", tmp_path / "index")[0] == 0
+    assert call_lattqe("append", tmp_path / "index", tmp_path / "new", "--to", tmp_path / "grown")[0] == 0
+    assert texts_of(FeatureSet.open(str(tmp_path / "index"))) == texts
+    assert texts_of(FeatureSet.open(str(tmp_path / "grown"))) == [*texts, "ant", "dog"]
+    assert '"label": "bee"' in call_lattqe("info", tmp_path / "index")[1:][1]
+    words = [tmp_path / "grown", tmp_path / "queries", "-k", 5, "--to", tmp_path / "ranks"]
+    assert call_lattqe("search", *words)[0] == 0
+    assert call_lattqe("evaluate", tmp_path / "ranks")[0] == 0

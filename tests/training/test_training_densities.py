@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from lattqe.augmentation.hops import hop as sparse_hop
 from lattqe.errors import LattqeError
 from lattqe.evaluation.truth import keep_of_each
+from lattqe.expansion.diffusion import hop as sparse_hop
 from lattqe.model import LAttQE
 from lattqe.training.checkpoint import Team
 from lattqe.training.densities import DensitySampler, _altered, _around, _clusters, unit_rows

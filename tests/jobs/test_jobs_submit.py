@@ -7,7 +7,9 @@ from pathlib import Path
 
 import cloudpickle
 
-from cluster.environment import PAD_FILE, SEALED, forwarded_environment, seal, setting_function, unseal
+from cluster.session import forwarded_environment, setting_function
+from jobs.cli import SEALED
+from jobs.submit import PAD_FILE, seal, unseal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +48,7 @@ def test_the_function_needs_nothing_of_ours_where_it_runs(monkeypatch):
 def test_a_job_runs_with_what_came_with_it(tmp_path):
     text, pad = seal({"LATTQE_S3_RETRY_SECONDS": "nonsense"})
     (tmp_path / PAD_FILE).write_bytes(pad)
-    command = [sys.executable, "-m", "cluster.environment", "jobs.cli", "info", "s3://bucket/x", "--log-file", "log"]
+    command = [sys.executable, "-m", "jobs.cli", "info", "s3://bucket/x", "--log-file", "log"]
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {SEALED: text, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )

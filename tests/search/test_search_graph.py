@@ -1,0 +1,96 @@
+"""Other ways to the exact graph: by faiss, whatever it finds, and by an update, row number for row number."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_search_exact import KINDS, data, slow_graph, unit
+
+from lattqe.errors import LattqeError
+from lattqe.search import graph, knn_graph
+from lattqe.search.graph import faiss_graph, faiss_lists, update_graph
+from lattqe.search.index import search_block
+from lattqe.search.products import Block, NumpyProducts
+from lattqe.search.rows import Clock
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_the_graph_by_faiss_is_the_definition(kind, dtype):
+    xb = data(kind, np.random.default_rng(1), 400, 24, dtype)
+    for found, expected in zip(faiss_graph(xb, 9), slow_graph(xb, 9)):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_ordinary_rows_have_a_certificate():
+    clock = Clock()
+    xb = unit(np.random.default_rng(2), 3000, 64)
+    ids, scores = faiss_graph(xb, 10, clock=clock)
+    assert clock.counts["uncertain"] == 0
+    expected = knn_graph(xb, 10)
+    np.testing.assert_array_equal(ids, expected[0])
+    np.testing.assert_array_equal(scores, expected[1])
+
+
+def test_candidates_that_are_wrong_get_no_certificate(monkeypatch):
+    """A search that loses the best of some rows, as a broken faiss might, is told apart only by what it claims."""
+    rng = np.random.default_rng(3)
+    products = NumpyProducts()
+    rows, others = (Block.load(unit(rng, n, 16), products, widen=True) for n in (50, 900))
+    exact = rows.stored @ others.stored.T
+    order = np.argsort(-exact, axis=1)[:, 20:60]  # claims the 20th best to be the first, but is honest about the last
+    claimed = np.take_along_axis(exact, order, axis=1)
+    monkeypatch.setattr(graph, "_candidates", lambda *_: (np.full_like(claimed, claimed[:, :1]), order))
+    clock = Clock()
+    found = faiss_lists(rows, others, 5, clock=clock)
+    assert clock.counts["uncertain"] == 50
+    expected = search_block(rows, others, 5, products)
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
+def test_faiss_with_fewer_rows_than_k():
+    xb = unit(np.random.default_rng(4), 6, 8)
+    for n in (1, 6):
+        for found, expected in zip(faiss_graph(xb[:n], 9), slow_graph(xb[:n], 9)):
+            np.testing.assert_array_equal(found, expected)
+    assert faiss_graph(xb[:0], 9)[0].shape == (0, 9)
+
+
+def vectors(rng, n, dim, duplicates):
+    x = rng.standard_normal((n, dim)).astype(np.float32)
+    if duplicates and n:
+        x = x[rng.integers(0, max(1, n // 3), n)]
+    return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    old=st.integers(1, 60),
+    new=st.integers(0, 40),
+    removed=st.integers(0, 20),
+    k=st.integers(1, 12),
+    dim=st.integers(1, 9),
+    duplicates=st.booleans(),
+    half=st.booleans(),
+)
+def test_an_update_equals_from_scratch(seed, old, new, removed, k, dim, duplicates, half):
+    rng = np.random.default_rng(seed)
+    everything = vectors(rng, old + new, dim, duplicates).astype(np.float16 if half else np.float32)
+    keep = np.ones(old, dtype=bool)
+    keep[rng.permutation(old)[: min(removed, old - 1)]] = False
+    I, D = knn_graph(everything[:old], k)
+    number = np.where(keep, np.cumsum(keep) - 1, -2)
+    renumbered = np.where(I < 0, -1, number[np.maximum(I, 0)])[keep]
+    stale = (renumbered == -2).any(axis=1)
+    xb = np.concatenate([everything[:old][keep], everything[old:]])
+    got = update_graph(xb, renumbered, D[keep], stale)
+    expected = knn_graph(xb, k)
+    np.testing.assert_array_equal(got[0], expected[0])
+    np.testing.assert_array_equal(got[1], expected[1])
+
+
+def test_a_graph_of_more_rows_is_refused():
+    with pytest.raises(LattqeError, match="5 rows cannot belong to 4"):
+        update_graph(np.eye(4, dtype=np.float32), np.zeros((5, 2), np.int32), np.zeros((5, 2), np.float32))
