@@ -13,14 +13,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ray._raylet import GcsClient
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
 BESIDE = Path(sys.executable).parent
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 # A node that does not answer is given up within seconds; by Ray's own settings it takes half a minute.
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "5000",
@@ -119,7 +119,10 @@ def make_network(nodes: int) -> Loopback | Namespaces:
 
 
 class RayNode:
-    """One `ray start --block`; number 0 is the head, which owns no CPUs. HOME and temporary files are its own."""
+    """One `ray start --block`; number 0 is the head, which owns no CPUs. HOME and temporary files are its own.
+
+    before: a command that ends by becoming the words that follow it, such as `nice`.
+    """
 
     def __init__(
         self,
@@ -129,8 +132,9 @@ class RayNode:
         environment: Mapping[str, str],
         port: int,
         cpus: int = 1,
+        before: Sequence[str] = (),
     ) -> None:
-        self.network, self.number, self.port, self.cpus = network, number, port, cpus
+        self.network, self.number, self.port, self.cpus, self.before = network, number, port, cpus, before
         self.home = folder / f"node{number}"
         self.home.mkdir(parents=True)
         self.environment = {
@@ -171,6 +175,7 @@ class RayNode:
             self._process = subprocess.Popen(
                 [
                     *self.network.within(self.number),
+                    *self.before,
                     str(BESIDE / "ray"),
                     "start",
                     "--block",
