@@ -255,10 +255,21 @@ class RayNode:
         """Whether the head counts on it."""
         return self._state() == GcsNodeInfo.ALIVE
 
+    def joined(self) -> bool:
+        """Whether it runs and the head counts on it alone, no longer on one that had its address before."""
+        started = b"Ray runtime started" in (self.home / "start.log").read_bytes()
+        return self.running and started and self.instances_alive() == 1
+
+    def instances_alive(self) -> int:
+        """How many nodes with this address the head counts on; killed ones too, until it notices."""
+        return sum(state == GcsNodeInfo.ALIVE for _, state in self._states())
+
     def _state(self) -> int | None:
+        return max(self._states(), default=(0, None))[1]
+
+    def _states(self) -> list[tuple[int, int]]:
         nodes = GcsClient(address=self.head_address).get_all_node_info().values()
-        states = [(info.start_time_ms, info.state) for info in nodes if info.node_manager_address == self.address]
-        return max(states)[1] if states else None
+        return [(info.start_time_ms, info.state) for info in nodes if info.node_manager_address == self.address]
 
     def kill(self) -> None:
         """SIGKILL to all of it."""

@@ -94,7 +94,7 @@ class Campaign:
         self.given = f"s3://{BUCKET}/campaign/given"
         write_given(self.given)
         self.undisturbed: dict[str, Undisturbed] = {}
-        self.rival_code: int | None = None  # of the last round's second driver
+        self.rival_code: int | str | None = None  # of the last round's second driver
 
     def run_undisturbed(self) -> None:
         """One pass without faults."""
@@ -103,6 +103,7 @@ class Campaign:
             none, started, to = Faults([]), time.monotonic(), run.place_for(stage.makes)
             if self._run(stage, run, to, none) != 0:
                 raise RuntimeError(f"{stage.verb} fails by itself: {self.world.told()[-2000:]}")
+            self.world.end_driver()
             run.made[stage.makes] = to
             self.undisturbed[stage.makes] = Undisturbed(fingerprint(to), none.requests)
             seconds = time.monotonic() - started
@@ -124,6 +125,7 @@ class Campaign:
         """
         for passed in itertools.count(first):
             self.rng = random.Random(f"{seed}-{passed}")
+            self.world.tidy()
             run = Pass(self.given, f"s3://{BUCKET}/campaign/seed-{seed}-{passed}", self.world.folder)
             for stage in self.stages:
                 number += 1
@@ -149,12 +151,17 @@ class Campaign:
                 result.tracebacks.append(told[-1500:])
             if attempt == 0 and self.rival_code not in (None, 0) and TRACEBACK in self.world.told("rival.log"):
                 result.tracebacks.append(self.world.told("rival.log")[-1500:])
+            if result.codes[-1] != 0:
+                self.world.end_driver()
             self.world.repair()
             if result.codes[-1] in (0, None):
                 break
+        if self.rival_code is not None:
+            faults[0].detail = f"which ended with {self.rival_code}"
         result.faults = [Struck(fault.kind, fault.at, fault.injected, fault.detail) for fault in faults]
         result.problem = self.compare(stage, to, result)
         left = self.world.leftovers()
+        self.world.end_driver()
         result.left = {what: len(names) for what, names in left.items()}
         if left:
             print(f"left behind: {left}", flush=True)
@@ -189,6 +196,8 @@ class Campaign:
             return f"LOST: does not end well: {last_words}"
         if not result.injected and len(result.codes) > 1:
             return f"LOST: failed though nothing had happened: {last_words}"
+        if self.rival_code == "hung":
+            return f"LOST: a second driver hung for {COMMAND_SECONDS:.0f} s: {self.world.told('rival.log')[-600:]}"
         if self.rival_code == 0 and any("other settings" in fault.kind for fault in result.faults):
             return "LOST: a second driver with other settings ended well on the same destination"
         try:
@@ -209,7 +218,6 @@ class Campaign:
             return code
         finally:
             faults.end()
-            self.world.end_driver()
 
 
 def summary(rounds: list[Round]) -> str:

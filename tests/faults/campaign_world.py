@@ -74,8 +74,9 @@ class Memory:
         self.use(MEMORY_BYTES // 8)
 
     def use(self, count: int) -> None:
-        """Let so many bytes be in use."""
-        (self.folder / "memory.usage_in_bytes").write_text(str(count))
+        """Let so many bytes be in use; the monitor never sees half a file."""
+        (self.folder / "next").write_text(str(count))
+        (self.folder / "next").replace(self.folder / "memory.usage_in_bytes")
 
 
 class World:
@@ -93,6 +94,7 @@ class World:
                 within = [*(self.network.within(0) if self.nodes else []), *self._alone()]
                 self.warm = WarmDriver(within, self._driver_environment)
                 self._closing.callback(self.warm.close)
+                self._closing.callback(self.end_driver)  # before the one who knows how it ended
         except BaseException:
             self.close()
             raise
@@ -206,14 +208,14 @@ class World:
         """What the verb has printed."""
         return (self.folder / log).read_text(errors="replace")
 
-    def wait_for_rival(self, seconds: float) -> int | None:
-        """Exit code of the second driver, None where there was none; one that hangs is a RuntimeError."""
+    def wait_for_rival(self, seconds: float) -> int | str | None:
+        """Exit code of the second driver, None where there was none, "hung" where it does not end."""
         if self.rival is None:
             return None
         try:
             return self.rival.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"a second driver hangs: {self.told('rival.log')[-1000:]}") from None
+            return "hung"
 
     def end_driver(self) -> None:
         """End whatever is left of the verb, and of a second one, its own Ray included."""
@@ -235,9 +237,10 @@ class World:
         """
         deadline = time.monotonic() + seconds
         while True:
-            driver = [] if self.driver is None else [_title(pid) for pid in _in_session(self.driver.pid)]
+            drivers = [driver.pid for driver in (self.driver, self.rival) if driver is not None]
             found = {
-                "processes": driver + [title for _, title in self.actors() if self.nodes],
+                "processes": [_title(pid) for driver in drivers for pid in _in_session(driver)]
+                + [title for _, title in self.actors() if self.nodes],
                 "shared memory": [path.name for path in self.shared.iterdir() if not _is_rays(path.name)],
                 "temporary": [path.name for path in self.temporary.iterdir() if not _is_rays(path.name)],
             }
@@ -251,7 +254,7 @@ class World:
         for folder in (self.shared, self.temporary):
             for path in folder.iterdir():
                 if not _is_rays(path.name):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                    _remove(path)
 
     def actors(self) -> list[tuple[int, str]]:
         """Process id and title of the actors that are at work now."""
@@ -286,19 +289,31 @@ class World:
         self.away.clear()
         self.disk.free()
         self.clock.write_text("0")
-        for number, memory in self.memories.items():
+        for memory in self.memories.values():
             memory.use(MEMORY_BYTES // 8)
+        for number in range(len(self.network.addresses)):
             self.node_clock(number).write_text("0")
-        if self.spare is not None:
-            self.spare.kill()
-        deadline = time.monotonic() + 600
-        if self.nodes and not self.nodes[0].running:
+        if self.spare is None:
+            return
+        self.spare.kill()
+        if not self.nodes[0].running:
             self.restart_cluster()
-        while self.nodes and not all(node.counted_as_alive() for node in self.nodes):
+        deadline = time.monotonic() + 600
+        while not (all(node.joined() for node in self.nodes) and self.spare.instances_alive() == 0):
             self.keep_nodes()
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the cluster does not come back: {self.nodes[0].home}/start.log")
             time.sleep(0.1)
+
+    def tidy(self) -> None:
+        """Forget what earlier passes left on the small disk and in the proxy."""
+        self.proxy.forget()
+        for path in self.disk.folder.iterdir():
+            if path.name.startswith("cache"):
+                for cached in path.iterdir():
+                    _remove(cached)
+            elif path != self.temporary:
+                _remove(path)
 
     def close(self) -> None:
         """End and remove all of it, as far as it was set up."""
@@ -332,6 +347,10 @@ def _in_session(session: int) -> Iterator[int]:
 def _is_rays(name: str) -> bool:
     """Files that a running Ray keeps."""
     return name.startswith(("plasma", "ray", "dotnet", "hsperf"))
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _title(pid: int) -> str:

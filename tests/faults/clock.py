@@ -31,11 +31,15 @@ class _Signing(importlib.abc.MetaPathFinder):
 
         def load_and_move(module: Any) -> None:
             load(module)
-            true_date = module.get_current_datetime
-            module.get_current_datetime = lambda *args: true_date(*args) + timedelta(seconds=offset(self.path))
+            _move_signing(module, self.path)
 
         spec.loader.exec_module = load_and_move  # type: ignore[method-assign]
         return spec
+
+
+def _move_signing(module: Any, path: Path) -> None:
+    true_date = module.get_current_datetime
+    module.get_current_datetime = lambda *args: true_date(*args) + timedelta(seconds=offset(path))
 
 
 def offset(path: Path) -> float:
@@ -51,4 +55,7 @@ def follow(path: Path) -> None:
     true_time = time.time
     time.time = lambda: true_time() + offset(path)
     time.time_ns = lambda: int(time.time() * 1e9)
-    sys.meta_path.insert(0, _Signing(path))
+    if "botocore.auth" in sys.modules:
+        _move_signing(sys.modules["botocore.auth"], path)
+    else:
+        sys.meta_path.insert(0, _Signing(path))

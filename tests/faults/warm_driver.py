@@ -1,6 +1,7 @@
 """Commands that are forked from one process, which has imported everything once."""
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ class WarmDriver:
         self._codes: dict[int, int] = {}
         self._told = threading.Condition()
         self._latest: int | None = None
+        self._gone = False
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -40,6 +42,9 @@ class WarmDriver:
                 else:
                     self._latest = said["pid"]
                 self._told.notify_all()
+        with self._told:
+            self._gone = True
+            self._told.notify_all()
 
     def start(self, words: list[str], log: Path) -> "Command":
         """Fork a command."""
@@ -47,14 +52,15 @@ class WarmDriver:
             self._latest = None
             assert self._server.stdin is not None
             self._server.stdin.write(json.dumps({"words": words, "log": str(log)}) + "\n")
-            if not self._told.wait_for(lambda: self._latest is not None, START_SECONDS):
+            self._told.wait_for(lambda: self._latest is not None or self._gone, START_SECONDS)
+            if self._latest is None:
                 raise RuntimeError("the warm driver does not answer")
-            return Command(self, self._latest or 0)
+            return Command(self, self._latest)
 
     def code(self, pid: int) -> int | None:
-        """The exit code of a command, None while it runs."""
+        """The exit code of a command, None while it runs; -SIGKILL where nobody is left to say."""
         with self._told:
-            return self._codes.get(pid)
+            return self._codes.get(pid, -signal.SIGKILL if self._gone else None)
 
     def close(self) -> None:
         """End it."""
