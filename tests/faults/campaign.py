@@ -173,10 +173,12 @@ class Campaign:
     def draw(self, stage: Stage, target: Target) -> list[Fault]:
         """Faults for a stage, of different kinds; one that ends the command is the last, some strike alone."""
         possible = kinds_for(self.world, stage)
-        kinds = self.rng.sample(possible, self.rng.randint((self.at_once + 1) // 2, self.at_once))
-        ends = [kind for kind in kinds if kind in ENDS_THE_COMMAND][:1]
-        kinds = [kind for kind in kinds if kind not in ENDS_THE_COMMAND] + ends
-        kinds = next(([kind] for kind in kinds if kind in ALONE), kinds)
+        kinds = [self.rng.choice(possible)]
+        if kinds[0] not in ALONE:
+            others = [kind for kind in possible if kind not in (*kinds, *ALONE)]
+            kinds += self.rng.sample(others, self.rng.randint((self.at_once + 1) // 2, self.at_once) - 1)
+            ends = [kind for kind in kinds if kind in ENDS_THE_COMMAND][:1]
+            kinds = [kind for kind in kinds if kind not in ENDS_THE_COMMAND] + ends
         requests = self.undisturbed[stage.makes].requests
         if "disk full" in kinds:
             requests = max(requests // 4, 1)  # what goes to that disk is no request
