@@ -197,11 +197,14 @@ class RayNode:
         self._sessions.append(self._process.pid)
 
     def wait_started(self) -> "RayNode":
-        """Wait until it says that it runs."""
+        """Wait until it says that it runs. Ray gives up after 30 s, which on a busy machine is no reason to fail."""
         deadline = time.monotonic() + START_SECONDS
         while b"Ray runtime started" not in (self.home / "start.log").read_bytes():
-            if not self.running or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise RuntimeError((self.home / "start.log").read_text()[-2000:])
+            if not self.running:
+                self.kill()
+                self.begin()
             time.sleep(0.05)
         return self
 
