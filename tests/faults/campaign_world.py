@@ -241,8 +241,8 @@ class World:
             found = {
                 "processes": [_title(pid) for driver in drivers for pid in _in_session(driver)]
                 + [title for _, title in self.actors() if self.nodes],
-                "shared memory": [path.name for path in self.shared.iterdir() if not _is_rays(path.name)],
-                "temporary": [path.name for path in self.temporary.iterdir() if not _is_rays(path.name)],
+                "shared memory": [path.name for path in self.shared.iterdir() if not _is_kept(path.name)],
+                "temporary": [path.name for path in self.temporary.iterdir() if not _is_kept(path.name)],
             }
             found = {what: names for what, names in found.items() if names}
             if not found or time.monotonic() > deadline:
@@ -253,7 +253,7 @@ class World:
         """Remove what was left, so that the next round does not count it again."""
         for folder in (self.shared, self.temporary):
             for path in folder.iterdir():
-                if not _is_rays(path.name):
+                if not _is_kept(path.name):
                     _remove(path)
 
     def actors(self) -> list[tuple[int, str]]:
@@ -344,9 +344,9 @@ def _in_session(session: int) -> Iterator[int]:
                 yield int(entry.name)
 
 
-def _is_rays(name: str) -> bool:
-    """Files that a running Ray keeps."""
-    return name.startswith(("plasma", "ray", "dotnet", "hsperf"))
+def _is_kept(name: str) -> bool:
+    """What a running Ray keeps, and the one folder of each user that torch does."""
+    return name.startswith(("plasma", "ray", "torchinductor_"))
 
 
 def _remove(path: Path) -> None:
