@@ -13,14 +13,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ray._raylet import GcsClient
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
 BESIDE = Path(sys.executable).parent
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 # A node that does not answer is given up within seconds; by Ray's own settings it takes half a minute.
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "5000",
@@ -119,7 +119,10 @@ def make_network(nodes: int) -> Loopback | Namespaces:
 
 
 class RayNode:
-    """One `ray start --block`; number 0 is the head, which owns no CPUs. HOME and temporary files are its own."""
+    """One `ray start --block`; number 0 is the head, which owns no CPUs. HOME and temporary files are its own.
+
+    before: a command that ends by becoming the words that follow it, such as `nice`.
+    """
 
     def __init__(
         self,
@@ -129,8 +132,9 @@ class RayNode:
         environment: Mapping[str, str],
         port: int,
         cpus: int = 1,
+        before: Sequence[str] = (),
     ) -> None:
-        self.network, self.number, self.port, self.cpus = network, number, port, cpus
+        self.network, self.number, self.port, self.cpus, self.before = network, number, port, cpus, before
         self.home = folder / f"node{number}"
         self.home.mkdir(parents=True)
         self.environment = {
@@ -171,6 +175,7 @@ class RayNode:
             self._process = subprocess.Popen(
                 [
                     *self.network.within(self.number),
+                    *self.before,
                     str(BESIDE / "ray"),
                     "start",
                     "--block",
@@ -192,11 +197,14 @@ class RayNode:
         self._sessions.append(self._process.pid)
 
     def wait_started(self) -> "RayNode":
-        """Wait until it says that it runs."""
+        """Wait until it says that it runs. Ray gives up after 30 s, which on a busy machine is no reason to fail."""
         deadline = time.monotonic() + START_SECONDS
         while b"Ray runtime started" not in (self.home / "start.log").read_bytes():
-            if not self.running or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise RuntimeError((self.home / "start.log").read_text()[-2000:])
+            if not self.running:
+                self.kill()
+                self.begin()
             time.sleep(0.05)
         return self
 
@@ -250,10 +258,21 @@ class RayNode:
         """Whether the head counts on it."""
         return self._state() == GcsNodeInfo.ALIVE
 
+    def joined(self) -> bool:
+        """Whether it runs and the head counts on it alone, no longer on one that had its address before."""
+        started = b"Ray runtime started" in (self.home / "start.log").read_bytes()
+        return self.running and started and self.instances_alive() == 1
+
+    def instances_alive(self) -> int:
+        """How many nodes with this address the head counts on; killed ones too, until it notices."""
+        return sum(state == GcsNodeInfo.ALIVE for _, state in self._states())
+
     def _state(self) -> int | None:
+        return max(self._states(), default=(0, None))[1]
+
+    def _states(self) -> list[tuple[int, int]]:
         nodes = GcsClient(address=self.head_address).get_all_node_info().values()
-        states = [(info.start_time_ms, info.state) for info in nodes if info.node_manager_address == self.address]
-        return max(states)[1] if states else None
+        return [(info.start_time_ms, info.state) for info in nodes if info.node_manager_address == self.address]
 
     def kill(self) -> None:
         """SIGKILL to all of it."""

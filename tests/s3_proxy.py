@@ -108,6 +108,11 @@ class FaultyProxy:
                 data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
         _answer(request, answer.status, dict(answer.headers.items()), data, cut_at)
 
+    def forget(self) -> None:
+        """Drop the requests and answers so far, which a long campaign would fill the memory with."""
+        self.seen.clear()
+        self._answers.clear()
+
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
-from campaign import Campaign, Round, Undisturbed, summary
-from campaign_faults import Fault, Faults
+from campaign import Campaign, Round, Undisturbed, end, summary
+from campaign_faults import Fault, Faults, Target
 from campaign_pipeline import Stage, fingerprint
 from campaign_world import World
 from launch import BLOCK_ROWS, PART_BYTES
@@ -97,7 +97,7 @@ class AugmentCampaign(Campaign):
         made = write_reference(self.given, f"{self.given}/undisturbed")
         self.undisturbed["index"] = Undisturbed(made, requests)
 
-    def draw(self, stage: Stage) -> list[Fault]:
+    def draw(self, stage: Stage, target: Target) -> list[Fault]:
         """One kill, at a random request."""
         if not self.deck:
             self.deck = list(self.kinds)
@@ -146,7 +146,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, nargs="+", default=[int(time.time())], dest="seeds")
     parser.add_argument("--rounds", type=int, default=10, help="kills, for each seed")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, end)
     rounds = run_kills(**vars(arguments))
     print(summary(rounds))
     return 1 if any(each.problem for each in rounds) else 0

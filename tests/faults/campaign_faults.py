@@ -7,9 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
-from campaign_world import World
+from campaign_pipeline import Stage
+from campaign_world import MEMORY_BYTES, World
 from ray_nodes import Namespaces
+
+from lattqe.store import open_place, read_manifest
 
 # What the proxy is told, and how it reads in the table.
 STORAGE = {
@@ -23,7 +27,18 @@ STORAGE = {
     "S3 answers as before a write": "answer as before",
 }
 WITH_ACTORS = ("actor killed", "actor stopped for a while")
-WITH_NODES = ("head killed", "node agent killed", "node killed", "node stopped for a while", "node cut off for a while")
+WITH_NODES = (
+    "head killed",
+    "node agent killed",
+    "node killed",
+    "node stopped for a while",
+    "node cut off for a while",
+    "node's clock jumps",
+    "node out of memory",
+    "node without GPU joins",
+)
+# Struck alone: between two commands, or by a second one.
+ALONE = ("input part deleted", "input part replaced", "second driver", "second driver with other settings")
 ANYWHERE = (
     "driver killed",
     "driver stopped for a while",
@@ -38,21 +53,39 @@ ENDS_THE_COMMAND = ("driver killed", "head killed", "disk full", "clock jumps") 
 JUMPS = (-86_400.0, -3600.0, 3600.0, 86_400.0, 400 * 86_400.0)
 
 
-def kinds_for(world: World, on_ray: bool) -> list[str]:
+def kinds_for(world: World, stage: Stage) -> list[str]:
     """The faults that can strike a stage here."""
     kinds = [kind for kind in ANYWHERE if kind != "disk full" or world.disk.available]
-    if on_ray:
+    if stage.on_ray:
         kinds += WITH_ACTORS
-    if on_ray and world.nodes:
-        kinds += [kind for kind in WITH_NODES if "cut off" not in kind or isinstance(world.network, Namespaces)]
+    if stage.on_ray and world.nodes:
+        impossible = {"node cut off for a while": not isinstance(world.network, Namespaces)}
+        impossible |= {"node out of memory": not world.can_run_short}
+        kinds += [kind for kind in WITH_NODES if not impossible.get(kind)]
+    if stage.verb != "import":
+        kinds += [kind for kind in ALONE if "input" in kind]
+    if stage.verb != "benchmark":  # whose cells are measured by whoever comes first
+        kinds.append("second driver")
+    if stage.other:
+        kinds.append("second driver with other settings")
     return sorted(kinds)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a fault can reach of a command: its words, those of a rival, its destination, what it reads."""
+
+    words: list[str]
+    other: list[str]
+    to: str
+    reads: list[str]
 
 
 class Fault:
     """One fault that is to strike at request number `at`; `injected` once it has. It may last for a while."""
 
-    def __init__(self, world: World, kind: str, at: int, rng: random.Random) -> None:
-        self.world, self.kind, self.at, self.rng = world, kind, at, rng
+    def __init__(self, world: World, kind: str, at: int, rng: random.Random, target: Target | None = None) -> None:
+        self.world, self.kind, self.at, self.rng, self.target = world, kind, at, rng, target
         self.injected, self.detail = False, ""
         self._left = rng.randint(1, 5)  # requests that S3 misbehaves for
         self._struck = threading.Event()
@@ -108,11 +141,38 @@ class Fault:
             return self._strike_node(how)
         if self.kind.startswith("S3 server"):
             return self._strike_server("killed" in how)
+        if self.kind in ALONE and self.target is not None:
+            return self._start_rival(self.target) if what == "second" else self._tamper(self.target)
         if self.kind == "disk full":
             self.world.disk.fill()
         else:
             self.detail = f"by {self.rng.choice(JUMPS):+.0f} s"
             self.world.clock.write_text(self.detail.split()[1])
+        return True
+
+    def _tamper(self, target: Target) -> bool:
+        """Take away or replace a part of an input, until the command has ended."""
+        place = open_place(self.rng.choice(target.reads))
+        parts = read_manifest(place).parts
+        part = self.rng.choice(parts)
+        self.detail = f"{place.uri.rpartition('/')[2]}/{part.name}"
+        sound = place.read(part.name)
+        if self.kind == "input part deleted":
+            place.delete(part.name)
+        else:  # by another, or by itself with one byte changed
+            other = place.read(self.rng.choice(parts).name)
+            changed = bytes([sound[0] ^ 1]) + sound[1:]
+            place.write(part.name, changed if other == sound or self.rng.random() < 0.5 else other)
+        self._undo = (float("inf"), lambda: place.write(part.name, sound))
+        return True
+
+    def _start_rival(self, target: Target) -> bool:
+        """A second driver on the same destination; one with other settings once the first has claimed it."""
+        other = "other settings" in self.kind
+        names = open_place(target.to).list() if other else []
+        if other and ("_work/plan.json" not in names or "manifest.json" in names):
+            return False
+        self.world.start_rival(target.other if other else target.words)
         return True
 
     def _strike_process(self, pid: int, title: str, how: str) -> bool:
@@ -135,10 +195,24 @@ class Fault:
             self.detail = self.world.nodes[0].address
             self.world.nodes[0].kill()
             return True
+        if self.kind == "node without GPU joins" and self.world.spare is not None:
+            self.detail = self.world.spare.address
+            self.world.spare.begin()
+            return True
         node = self.rng.choice(self.world.nodes[1:])
         if not node.counted_as_alive():
             return False
         self.detail = node.address
+        if self.kind == "node's clock jumps":
+            jump = self.rng.choice(JUMPS)
+            self.detail = f"{node.address} by {jump:+.0f} s"
+            self.world.node_clock(node.number).write_text(str(jump))
+            return True
+        if self.kind == "node out of memory":  # until Ray's monitor has seen it
+            memory = self.world.memories[node.number]
+            memory.use(MEMORY_BYTES)
+            self._later(0.5, 2, lambda: memory.use(MEMORY_BYTES // 8))
+            return True
         if self.kind == "node agent killed":  # the node ends with it, and is started again
             agents = [pid for pid, title in node.processes() if title.startswith("ray::DashboardAgent")]
             return bool(agents) and self._strike_process(agents[0], f"the agent of {node.address}", "killed")
@@ -179,6 +253,12 @@ class Faults:
             number = self.requests
         latest_first = reversed(self.faults)
         return next((what for fault in latest_first if (what := fault.at_request(number, method))), None)
+
+    def before(self) -> None:
+        """Strike what comes between two commands."""
+        for fault in self.faults:
+            if fault.at == 0:
+                fault.poll(0)
 
     def poll(self) -> None:
         """For the one who waits for the command."""

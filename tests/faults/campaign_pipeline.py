@@ -1,15 +1,20 @@
 """The pipeline that a fault campaign runs: its commands on small data, and what tells a right result."""
 
 import io
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
+from lattqe.benchmark.cells import Measured
 from lattqe.store import FeatureWriter, open_place
 from lattqe.store.artifacts import METRICS, verify_artifact
 
 DIM, CLASSES, IMAGES, K = 16, 60, 12, 12
+PHOTOS = 24
 NETWORK = [
     "network.layers=1",
     "network.heads=2",
@@ -31,26 +36,66 @@ NETWORK = [
 ]
 
 
+BENCHMARK = """bootstrap = 100
+[[dataset]]
+name = "small"
+database = "{features}"
+queries = "{queries}"
+[[method]]
+method = "aqe"
+nqe = 3
+ndba = 3
+[[method]]
+method = "lattqe"
+model = "{model}"
+nqe = 4
+"""
+
+
 @dataclass
 class Pass:
-    """One way through the pipeline: where its inputs lie, and where each finished stage's result does."""
+    """One way through the pipeline: where its inputs lie, where each finished stage's result does, a local folder."""
 
     given: str
     base: str
+    files: Path
     made: dict[str, str] = field(default_factory=dict)
 
     def place_for(self, name: str) -> str:
+        """Where the result of a stage goes."""
         return f"{self.base}/{name}"
+
+    def run_file(self) -> str:
+        """The benchmark's TOML."""
+        text = BENCHMARK.format(**self.made, queries=f"{self.given}/queries")
+        path = self.files / "run.toml"
+        path.write_text(text)
+        return str(path)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One verb of the pipeline: what it makes, and its words (without --to) from what is there."""
+    """One verb of the pipeline: what it makes, its words (without --to) from what is there, what of that it reads.
+
+    other: words for the same destination that ask for something else.
+    """
 
     verb: str
     makes: str
     words: Callable[[Pass], list[str]]
+    reads: Callable[[Pass], list[str]] = lambda run: []
+    other: tuple[str, ...] = ()
     on_ray: bool = True
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """How it is called in tables."""
+        return self.label or self.verb
+
+
+ON_RAY = ("--workers", "2")
+CACHED = (*ON_RAY, "--cache", "~/cache")
 
 
 def _train(run: Pass) -> list[str]:
@@ -58,62 +103,68 @@ def _train(run: Pass) -> list[str]:
     return [run.made["features"], "--val", f"{run.given}/val", "--workers", "1", "--threads", "1", *settings]
 
 
+def _augment(run: Pass) -> list[str]:
+    made = run.made
+    return [made["features"], "--model", made["model"], "--neighbors", made["graph"], *CACHED]
+
+
+def _search(run: Pass) -> list[str]:
+    expand = ["--expand", "lattqe", "--nqe", "8", "--model", run.made["model"]]
+    return [run.made["index2"], f"{run.given}/queries", *expand, *CACHED]
+
+
+def _made(*names: str) -> Callable[[Pass], list[str]]:
+    return lambda run: [run.made[name] for name in names]
+
+
 STAGES = (
     Stage(
         "import",
         "features",
         lambda run: [f"{run.given}/source/x.npy", "--labels", f"{run.given}/source/labels.npy"],
+        _made(),
+        ("--dtype", "float32"),
         on_ray=False,
     ),
     Stage(
         "neighbors",
         "graph",
-        lambda run: [run.made["features"], "-k", str(K), "--block-rows", "120", "--workers", "2", "--cache", "~/cache"],
+        lambda run: [run.made["features"], "--block-rows", "120", *CACHED, "-k", str(K)],
+        _made("features"),
+        ("-k", "5"),
     ),
-    Stage("train", "model", _train),
+    Stage("train", "model", _train, _made("features"), ("--set", "seed=9")),
+    Stage(
+        "augment", "index", lambda run: [*_augment(run), "-k", "8"], _made("features", "graph", "model"), ("-k", "6")
+    ),
     Stage(
         "augment",
-        "index",
-        lambda run: [
-            run.made["features"],
-            "--model",
-            run.made["model"],
-            "-k",
-            "8",
-            "--neighbors",
-            run.made["graph"],
-            "--workers",
-            "2",
-            "--cache",
-            "~/cache",
-        ],
+        "hops",
+        lambda run: [*_augment(run), "-k", "8", "--hops", "2"],
+        _made("features", "graph", "model"),
+        ("--hops", "3"),
+        label="augment --hops",
     ),
-    Stage("append", "index2", lambda run: [run.made["index"], f"{run.given}/new", "--workers", "2"]),
     Stage(
-        "search",
-        "ranks",
-        lambda run: [
-            run.made["index2"],
-            f"{run.given}/queries",
-            "-k",
-            "20",
-            "--expand",
-            "lattqe",
-            "--nqe",
-            "8",
-            "--model",
-            run.made["model"],
-            "--workers",
-            "2",
-            "--cache",
-            "~/cache",
-        ],
+        "append",
+        "index2",
+        lambda run: [run.made["index"], f"{run.given}/new", *ON_RAY],
+        _made("index", "features", "graph", "model"),
     ),
+    Stage("search", "ranks", lambda run: [*_search(run), "-k", "20"], _made("index2", "model"), ("-k", "10")),
+    Stage(
+        "extract",
+        "described",
+        lambda run: [f"{run.given}/photos", "--encoder", "tiny_encoder:make", *ON_RAY, "--size", "24", "--scales", "1"],
+        _made(),
+        ("--size", "16"),
+    ),
+    Stage("benchmark", "results", lambda run: [run.run_file(), *ON_RAY, "--shards", "2"], _made("features", "model")),
 )
 
 
 def write_given(uri: str) -> None:
-    """The sources: foreign files to import, and feature sets for validation, queries and growth."""
+    """The sources: foreign files to import, images, and feature sets for validation, queries and growth."""
     x, labels = clusters(0, CLASSES, IMAGES)
     for name, array in (("x", x), ("labels", labels)):
         file = io.BytesIO()
@@ -123,6 +174,11 @@ def write_given(uri: str) -> None:
         x, labels = clusters(seed, classes, images)
         with FeatureWriter(f"{uri}/{name}", DIM, labels=True) as writer:
             writer.append(x, [f"{name}-{row}" for row in range(len(x))], labels)
+    rng = np.random.default_rng(4)
+    for number in range(PHOTOS):
+        file = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (20, 28, 3)).astype(np.uint8)).save(file, "PNG")
+        open_place(f"{uri}/photos").write(f"{number:03d}.png", file.getvalue())
 
 
 def clusters(seed: int, classes: int, images: int) -> tuple[np.ndarray, np.ndarray]:
@@ -136,10 +192,18 @@ def clusters(seed: int, classes: int, images: int) -> tuple[np.ndarray, np.ndarr
 def fingerprint(uri: str) -> list[list[str | int]]:
     """Name, bytes and checksum of every file of a finished artifact, all of them read and found so.
 
-    But for a model's metrics: they say how long the training took.
+    But for a model's metrics, which say how long the training took; of a benchmark, the scores of its cells.
     """
-    manifest = verify_artifact(uri)  # what `lattqe verify` does
-    left = [name for name in open_place(uri).list() if "_work/" in name]
+    place = open_place(uri)
+    names = place.list()
+    cells = [name for name in names if name.startswith("cells/")]
+    left = [name for name in names if "_work/" in name or ".tmp-" in name]
     if left:
         raise RuntimeError(f"{uri} is finished, but {left} was left behind")
+    if cells:
+        measured = [Measured.from_bytes(place.read(name)) for name in cells]
+        scores = [json.dumps([one.to_dict() for one in each.scores]) for each in measured]
+        table = place.read("results.csv")
+        return [[name, len(text), text] for name, text in zip(cells, scores)] + [["table", len(table), table.decode()]]
+    manifest = verify_artifact(uri)  # what `lattqe verify` does
     return [[part.name, part.bytes, part.checksum] for part in manifest.parts if part.name != METRICS]

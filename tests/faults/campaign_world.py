@@ -1,35 +1,45 @@
 """Where a fault campaign takes place: Ray nodes, an S3 server behind a proxy, a small disk, a clock."""
 
 import errno
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from ray_nodes import HEALTH, START_SECONDS, Loopback, RayNode, make_network
+from ray_nodes import HEALTH, Loopback, Namespaces, RayNode, make_network
 from s3_proxy import FaultyProxy
 from s3_server import S3Server
+from warm_driver import LAUNCH, Command, WarmDriver
 
-LAUNCH = Path(__file__).with_name("launch.py")
 PROJECT = LAUNCH.parent.parent.parent
 ANSWER_SECONDS = 5  # that a client waits for S3: time-outs shall not take a minute each
 DISK_BYTES = 32 << 20
+MEMORY_BYTES = 4 << 30
+SHARED_BYTES = 1 << 30
+# A process with shared memory of its own (its first argument), and control groups of its own (the second, or "").
+ALONE = 'mount --bind "$0" /dev/shm; [ -z "$1" ] || mount --bind "$1" /sys/fs/cgroup; shift; exec "$@"'
+SITE = """import os, sys
+from pathlib import Path
+sys.path.append({folder!r})
+import clock
+clock.follow(Path(os.environ["LATTQE_CAMPAIGN_NODE_CLOCK"]))
+"""
+LEFTOVER_SECONDS = 60.0
 NO_ACTORS = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::_")  # the last: some of Ray's own
 
 
 class Disk:
     """A file system of its own, small enough to be filled. `available` is False where mounting is not permitted."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, size: int = DISK_BYTES) -> None:
         self.folder, self._ballast = folder, folder / "ballast"
         folder.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
         try:
             self.available = subprocess.run(mount, capture_output=True, check=False).returncode == 0
         except OSError:
@@ -53,71 +63,20 @@ class Disk:
             subprocess.run(["umount", "-l", str(self.folder)], capture_output=True, check=False)
 
 
-class WarmDriver:
-    """A process that has imported everything and forks each command; looks like the command's `Popen`."""
+class Memory:
+    """What one node takes for its memory: Ray's monitor reads the files of a control group, and these are ours."""
 
-    def __init__(self, within: list[str], environment: dict[str, str]) -> None:
-        self._server = subprocess.Popen(
-            [*within, sys.executable, str(LAUNCH), "--serve"],
-            env=environment,
-            text=True,
-            bufsize=1,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self._codes: dict[int, int] = {}
-        self._told = threading.Condition()
-        self._latest: int | None = None
-        threading.Thread(target=self._listen, daemon=True).start()
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "memory"
+        self.folder.mkdir(parents=True)
+        (self.folder / "memory.limit_in_bytes").write_text(str(MEMORY_BYTES))
+        (self.folder / "memory.stat").write_text("total_inactive_file 0\ntotal_active_file 0\n")
+        self.use(MEMORY_BYTES // 8)
 
-    def _listen(self) -> None:
-        for line in self._server.stdout or ():
-            said = json.loads(line)
-            with self._told:
-                if "code" in said:
-                    self._codes[said["pid"]] = said["code"]
-                else:
-                    self._latest = said["pid"]
-                self._told.notify_all()
-
-    def start(self, words: list[str], log: Path) -> "Command":
-        """Fork a command."""
-        with self._told:
-            self._latest = None
-            assert self._server.stdin is not None
-            self._server.stdin.write(json.dumps({"words": words, "log": str(log)}) + "\n")
-            if not self._told.wait_for(lambda: self._latest is not None, START_SECONDS):
-                raise RuntimeError("the warm driver does not answer")
-            return Command(self, self._latest or 0)
-
-    def code(self, pid: int) -> int | None:
-        """The exit code of a command, None while it runs."""
-        with self._told:
-            return self._codes.get(pid)
-
-    def close(self) -> None:
-        """End it."""
-        self._server.kill()
-        self._server.wait()
-
-
-class Command:
-    """One command of a warm driver."""
-
-    def __init__(self, driver: WarmDriver, pid: int) -> None:
-        self._driver, self.pid = driver, pid
-
-    def poll(self) -> int | None:
-        """Its exit code, None while it runs."""
-        return self._driver.code(self.pid)
-
-    def wait(self) -> int:
-        """Its exit code, when it has one."""
-        while (code := self.poll()) is None:
-            time.sleep(0.01)
-        return code
+    def use(self, count: int) -> None:
+        """Let so many bytes be in use; the monitor never sees half a file."""
+        (self.folder / "next").write_text(str(count))
+        (self.folder / "next").replace(self.folder / "memory.usage_in_bytes")
 
 
 class World:
@@ -128,18 +87,21 @@ class World:
 
     def __init__(self, folder: Path, nodes: int, warm: bool = False) -> None:
         self._closing, self.warm = ExitStack(), None
+        self.memories: dict[int, Memory] = {}
         try:
             self._set_up(folder, nodes)
             if warm:
-                self.warm = WarmDriver(self.network.within(0) if self.nodes else [], self._driver_environment)
+                within = [*(self.network.within(0) if self.nodes else []), *self._alone()]
+                self.warm = WarmDriver(within, self._driver_environment)
                 self._closing.callback(self.warm.close)
+                self._closing.callback(self.end_driver)  # before the one who knows how it ended
         except BaseException:
             self.close()
             raise
 
     def _set_up(self, folder: Path, nodes: int) -> None:
         self.folder, self.clock = folder, folder / "clock"
-        self.network = make_network(nodes + 1) if nodes else Loopback(0)
+        self.network = make_network(nodes + 2) if nodes else Loopback(0)
         self._closing.callback(self.network.close)
         self.server = S3Server(folder / "s3", self.network.outside)
         self._closing.callback(self.server.kill)
@@ -150,22 +112,22 @@ class World:
         self._closing.callback(self.disk.close)
         self.away: set[int] = set()  # nodes that shall be down for now
         self.driver: Command | subprocess.Popen[bytes] | None = None
+        self.rival: subprocess.Popen[bytes] | None = None  # a second driver
         self._closing.callback(self.end_driver)
+        shared = Disk(folder / "shm", SHARED_BYTES)
+        self._closing.callback(shared.close)
+        self.shared, self.temporary = shared.folder, self.disk.folder / "tmp"
+        self.temporary.mkdir()
         self.environment = self.server.environment | {
             "AWS_ENDPOINT_URL": self.proxy.endpoint,
             "LATTQE_S3_ANSWER_SECONDS": str(ANSWER_SECONDS),
-            "PYTHONPATH": str(PROJECT),
+            "PYTHONPATH": f"{PROJECT}{os.pathsep}{PROJECT / 'tests'}",
             "LATTQE_CAMPAIGN_CLOCK": str(self.clock),
+            "TMPDIR": str(self.temporary),
         }
-        self.nodes = (
-            [
-                RayNode(self.network, number, folder, self.environment, port=27400 + os.getpid() % 1000)
-                for number in range(nodes + 1)
-            ]
-            if nodes
-            else []
-        )
-        homes = [node.home for node in self.nodes] or [folder / "home"]
+        everyone = [self._make_node(number) for number in range(nodes + 2 if nodes else 0)]
+        self.nodes, self.spare = everyone[: nodes + 1], everyone[-1] if everyone else None
+        homes = [node.home for node in everyone] or [folder / "home"]
         for number, home in enumerate(homes):
             home.mkdir(exist_ok=True)
             (self.disk.folder / f"cache{number}").mkdir()
@@ -178,44 +140,121 @@ class World:
             **self.environment,
             "HOME": str(homes[0]),
         }
-        for node in self.nodes:
+        for node in everyone:
             self._closing.callback(node.kill)
+        for node in self.nodes:
             node.begin()
             if node.number == 0:
                 node.wait_started()
         self.repair()
 
+    def _make_node(self, number: int) -> RayNode:
+        """A node whose clock and memory are what its files say."""
+        site = self.folder / f"site{number}"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(SITE.format(folder=str(LAUNCH.parent)))
+        environment = self.environment | {
+            "PYTHONPATH": f"{site}{os.pathsep}{self.environment['PYTHONPATH']}",
+            "LATTQE_CAMPAIGN_NODE_CLOCK": str(self.node_clock(number)),
+            "RAY_memory_monitor_refresh_ms": "100",
+        }
+        before: list[str] = []
+        if self.can_run_short:
+            self.memories[number] = Memory(self.folder / f"cgroup{number}")
+            before = ["unshare", "-m", "sh", "-c", ALONE, str(self.shared), str(self.folder / f"cgroup{number}")]
+        return RayNode(self.network, number, self.folder, environment, port=27400 + os.getpid() % 1000, before=before)
+
+    @property
+    def can_run_short(self) -> bool:
+        """Whether a node's memory can be what we say: mounting is permitted."""
+        return self.disk.available and isinstance(self.network, Namespaces)
+
+    def node_clock(self, number: int) -> Path:
+        """The file that moves a node's clock."""
+        return self.folder / f"clock{number}"
+
     def start(self, words: list[str]) -> None:
         """Start one verb; its driver runs on the head node."""
-        address = ["--address", self.nodes[0].head_address] if self.nodes and words[0] != "import" else []
+        words = self._at_cluster(words)
+        if self.warm is not None:
+            (self.folder / "driver.log").write_bytes(b"")
+            self.driver = self.warm.start(words, self.folder / "driver.log")
+        else:
+            self.driver = self._start_driver(words, "driver.log")
+
+    def start_rival(self, words: list[str]) -> None:
+        """Start a second driver beside the first."""
+        self.rival = self._start_driver(self._at_cluster(words), "rival.log")
+
+    def _at_cluster(self, words: list[str]) -> list[str]:
+        return [*words, *(["--address", self.nodes[0].head_address] if self.nodes and words[0] != "import" else [])]
+
+    def _start_driver(self, words: list[str], log: str) -> subprocess.Popen[bytes]:
         within = self.network.within(0) if self.nodes else []
-        with open(self.folder / "driver.log", "wb") as log:
-            if self.warm is not None:
-                self.driver = self.warm.start([*words, *address], self.folder / "driver.log")
-                return
-            self.driver = subprocess.Popen(
-                [*within, sys.executable, str(LAUNCH), *words, *address],
+        with open(self.folder / log, "wb") as file:
+            return subprocess.Popen(
+                [*within, *self._alone(), sys.executable, str(LAUNCH), *words],
                 env=self._driver_environment,
                 start_new_session=True,
-                stdout=log,
-                stderr=log,
+                stdout=file,
+                stderr=file,
                 stdin=subprocess.DEVNULL,
             )
 
-    def told(self) -> str:
+    def _alone(self) -> list[str]:
+        return ["unshare", "-m", "sh", "-c", ALONE, str(self.shared), ""] if self.disk.available else []
+
+    def told(self, log: str = "driver.log") -> str:
         """What the verb has printed."""
-        return (self.folder / "driver.log").read_text(errors="replace")
+        return (self.folder / log).read_text(errors="replace")
+
+    def wait_for_rival(self, seconds: float) -> int | str | None:
+        """Exit code of the second driver, None where there was none, "hung" where it does not end."""
+        if self.rival is None:
+            return None
+        try:
+            return self.rival.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return "hung"
 
     def end_driver(self) -> None:
-        """End whatever is left of the verb, its own Ray included."""
-        if self.driver is None:
-            return
-        while left := list(_in_session(self.driver.pid)):
-            for pid in left:
-                _signal(pid, signal.SIGKILL)
-            self.driver.poll()
-            time.sleep(0.02)
-        self.driver.wait()
+        """End whatever is left of the verb, and of a second one, its own Ray included."""
+        for driver in (self.driver, self.rival):
+            if driver is None:
+                continue
+            while left := list(_in_session(driver.pid)):
+                for pid in left:
+                    _signal(pid, signal.SIGKILL)
+                driver.poll()
+                time.sleep(0.02)
+            driver.wait()
+        self.rival = None
+
+    def leftovers(self, seconds: float = LEFTOVER_SECONDS) -> dict[str, list[str]]:
+        """What a command that has ended left of itself, looked for until it is gone or so many seconds are over.
+
+        Processes of its session and its actors on the nodes; files in shared memory; temporary files.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            drivers = [driver.pid for driver in (self.driver, self.rival) if driver is not None]
+            found = {
+                "processes": [_title(pid) for driver in drivers for pid in _in_session(driver)]
+                + [title for _, title in self.actors() if self.nodes],
+                "shared memory": [path.name for path in self.shared.iterdir() if not _is_kept(path.name)],
+                "temporary": [path.name for path in self.temporary.iterdir() if not _is_kept(path.name)],
+            }
+            found = {what: names for what, names in found.items() if names}
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.1)
+
+    def sweep(self) -> None:
+        """Remove what was left, so that the next round does not count it again."""
+        for folder in (self.shared, self.temporary):
+            for path in folder.iterdir():
+                if not _is_kept(path.name):
+                    _remove(path)
 
     def actors(self) -> list[tuple[int, str]]:
         """Process id and title of the actors that are at work now."""
@@ -250,14 +289,31 @@ class World:
         self.away.clear()
         self.disk.free()
         self.clock.write_text("0")
-        deadline = time.monotonic() + 600
-        if self.nodes and not self.nodes[0].running:
+        for memory in self.memories.values():
+            memory.use(MEMORY_BYTES // 8)
+        for number in range(len(self.network.addresses)):
+            self.node_clock(number).write_text("0")
+        if self.spare is None:
+            return
+        self.spare.kill()
+        if not self.nodes[0].running:
             self.restart_cluster()
-        while self.nodes and not all(node.counted_as_alive() for node in self.nodes):
+        deadline = time.monotonic() + 600
+        while not (all(node.joined() for node in self.nodes) and self.spare.instances_alive() == 0):
             self.keep_nodes()
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the cluster does not come back: {self.nodes[0].home}/start.log")
             time.sleep(0.1)
+
+    def tidy(self) -> None:
+        """Forget what earlier passes left on the small disk and in the proxy."""
+        self.proxy.forget()
+        for path in self.disk.folder.iterdir():
+            if path.name.startswith("cache"):
+                for cached in path.iterdir():
+                    _remove(cached)
+            elif path != self.temporary:
+                _remove(path)
 
     def close(self) -> None:
         """End and remove all of it, as far as it was set up."""
@@ -286,6 +342,15 @@ def _in_session(session: int) -> Iterator[int]:
                 and b"\nState:\tZ" not in (entry / "status").read_bytes()
             ):
                 yield int(entry.name)
+
+
+def _is_kept(name: str) -> bool:
+    """What a running Ray keeps, and the one folder of each user that torch does."""
+    return name.startswith(("plasma", "ray", "torchinductor_"))
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _title(pid: int) -> str:

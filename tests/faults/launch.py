@@ -8,8 +8,7 @@ is that of starting Python. The child is a session of its own and can be killed 
 is told on stdout.
 
 Parts, blocks and checkpoints are so small that a set of some hundred rows has several of each. And the clock can be
-moved: by as many seconds as the file says that LATTQE_CAMPAIGN_CLOCK names. It is the clock that Python code of this
-process sees (`time.time`, and what boto3 signs requests with), for the machine's own belongs to others too.
+moved: by as many seconds as the file says that LATTQE_CAMPAIGN_CLOCK names (`clock.py`).
 """
 
 import atexit
@@ -19,14 +18,12 @@ import json
 import os
 import select
 import sys
-import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import botocore.auth
+import clock
 
 from jobs import cli, search
 from lattqe.store import FeatureWriter, part_row_counts
@@ -47,6 +44,9 @@ WARM = (
     "lattqe.search",
     "lattqe.expansion",
     "lattqe.augmentation",
+    "cluster.benchmark",
+    "cluster.extraction",
+    "lattqe.report",
 )
 PART_BYTES, BLOCK_ROWS, PART_QUERIES = 12_000, 64, 32
 
@@ -56,7 +56,7 @@ def shrink() -> None:
     for function in (FeatureWriter.__init__, part_row_counts):
         replace_default(function, DEFAULT_PART_BYTES, PART_BYTES)
     search.PART_QUERIES = PART_QUERIES
-    if sys.argv[1] in ("augment", "append"):
+    if sys.argv[1] in ("augment", "append", "benchmark"):
         from lattqe import augmentation  # takes a second, with torch
 
         for module in (augmentation, augmentation.growth):
@@ -70,26 +70,11 @@ def replace_default(function: Callable[..., Any], old: int, new: int) -> None:
     function.__defaults__ = tuple(new if value == old else value for value in function.__defaults__)
 
 
-def move_clock(path: Path) -> None:
-    """Let Python's clock follow the file."""
-    true_time, true_date = time.time, botocore.auth.get_current_datetime
-
-    def offset() -> float:
-        try:
-            return float(path.read_text() or 0)
-        except OSError:
-            return 0.0
-
-    time.time = lambda: true_time() + offset()
-    time.time_ns = lambda: int(time.time() * 1e9)
-    botocore.auth.get_current_datetime = lambda *args: true_date(*args) + timedelta(seconds=offset())
-
-
 def run() -> None:
     """One verb, as the command line has it."""
     shrink()
     if "LATTQE_CAMPAIGN_CLOCK" in os.environ:
-        move_clock(Path(os.environ["LATTQE_CAMPAIGN_CLOCK"]))
+        clock.follow(Path(os.environ["LATTQE_CAMPAIGN_CLOCK"]))
     cli.main()
 
 
