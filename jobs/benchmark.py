@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cluster.benchmark import Bench
     from lattqe.benchmark.density import DensityCell
     from lattqe.benchmark.spec import Run
-    from lattqe.report.page import Examples
+    from lattqe.report.gallery import Examples
     from lattqe.report.views import Illustration
 
 

@@ -151,6 +151,14 @@ class Card:
 
 
 @dataclass(frozen=True)
+class Examples:
+    """Cards under titles, and the pictures they number, in base64."""
+
+    groups: tuple[tuple[str, tuple[tuple[str, Card], ...]], ...]
+    pictures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Gallery:
     """What is to be shown: ranks, perhaps others to compare them with, and perhaps the weights of an expansion.
 

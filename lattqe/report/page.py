@@ -19,7 +19,7 @@ from lattqe.benchmark.spec import Dataset, describe_setting, is_learned
 from lattqe.evaluation.truth import Setup
 from lattqe.expansion import create
 from lattqe.expansion.rows import Found, expand_queries, nearest
-from lattqe.report.gallery import Card, Thumbnails, Tile, marks_of
+from lattqe.report.gallery import Card, Examples, Thumbnails, Tile, marks_of
 from lattqe.report.views import (
     CHOSEN,
     KINDS,
@@ -206,14 +206,6 @@ class Extreme:
     positives: int
     before: float
     after: float
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Cards under titles, and the pictures they number, in base64."""
-
-    groups: tuple[tuple[str, tuple[tuple[str, Card], ...]], ...]
-    pictures: tuple[str, ...]
 
 
 def find_extremes(results: Mapping[str, Any], count: int = EXTREMES) -> tuple[list[Extreme], list[Extreme]]:

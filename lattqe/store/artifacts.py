@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import safetensors.numpy
-from safetensors import SafetensorError
 
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
-from lattqe.store.features import NORM_TOLERANCE, FeatureSet, IdRegister, bad_ids, norms
+from lattqe.store.features import NORM_TOLERANCE, FeatureSet, IdRegister, check_ids, norms
 from lattqe.store.manifest import (
     Manifest,
     Part,
@@ -254,7 +253,7 @@ def load_model(uri: str) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[st
     files = {name: load_part(place, part).to_pybytes() for name, part in by_name.items()}
     try:
         tensors = safetensors.numpy.load(files[TENSORS])
-    except (SafetensorError, ValueError, KeyError) as error:
+    except (safetensors.SafetensorError, ValueError, KeyError) as error:
         raise CorruptDataError(f"{uri}/{TENSORS} is not a readable safetensors file: {error}") from error
     if plain_json(_shapes(tensors), "tensors") != manifest.fields.get("tensors"):
         raise CorruptDataError(f"{uri}/{TENSORS} holds other tensors than its manifest says")
@@ -332,7 +331,7 @@ def verify_features(features: FeatureSet, report: Report = lambda rows: None) ->
                 raise CorruptDataError(
                     f"{where}: the vector of row {first + start + wrong[0]} has norm {lengths[wrong[0]]:.6g}, not 1"
                 )
-        _check_ids(batch.column("id"), where, first)
+        check_ids(batch.column("id"), where, first)
         register.add(batch.column("id"))
         if features.has_labels and features.label_names is not None:
             labels = batch.column("label").to_numpy()
@@ -357,7 +356,7 @@ def verify_lists(lists: NeighborGraph, report: Report = lambda rows: None) -> No
     limit = lists.database_rows
     for where, first, batch in _batches(lists, report):
         if isinstance(lists, Ranks):
-            _check_ids(batch.column("id"), where, first)
+            check_ids(batch.column("id"), where, first)
         for start in range(0, batch.num_rows, BLOCK):
             I = column_matrix(batch.column("neighbors").slice(start, BLOCK))
             D = column_matrix(batch.column("scores").slice(start, BLOCK))
@@ -399,9 +398,3 @@ def _batches(artifact: StoredRows, report: Report) -> Iterator[tuple[str, int, p
             raise CorruptDataError(f"{where} is not sound: {error}") from error
         yield where, first, batch
         report(part.bytes)
-
-
-def _check_ids(ids: pa.Array, where: str, first: int) -> None:
-    wrong = np.flatnonzero(bad_ids(ids))
-    if len(wrong):
-        raise CorruptDataError(f"{where}: the id of row {first + wrong[0]} is empty or holds a line break")

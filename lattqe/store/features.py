@@ -66,6 +66,13 @@ def bad_ids(ids: pa.Array) -> np.ndarray:
     return pc.fill_null(bad, True).to_numpy(zero_copy_only=False)
 
 
+def check_ids(ids: pa.Array, where: str, first: int) -> None:
+    """Refuse stored ids (n,) of rows from `first` on that are empty or hold a line break."""
+    wrong = np.flatnonzero(bad_ids(ids))
+    if len(wrong):
+        raise CorruptDataError(f"{where}: the id of row {first + wrong[0]} is empty or holds a line break")
+
+
 class IdRegister:
     """Collects the 128-bit hashes of ids row by row and finds those that came twice: 16 bytes for each row, and while
     it looks for them little more.
