@@ -2,6 +2,7 @@
 
 import atexit
 import copy
+import errno
 import functools
 import gc
 import json
@@ -187,6 +188,21 @@ def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except (MemoryError, ImportError, OSError, RuntimeError) as error:
+        if not is_lack_of_memory(error):
+            raise
+        what = " ".join(str(error).split())[:200] or "an allocation was refused"
+        remedy = "close other programs, raise the limit (ulimit -v, a container's), or take a larger machine"
+        screen.print(f"[red]error:[/red] out of memory ({escape(what)}): {remedy}", soft_wrap=True)
+        raise SystemExit(EXIT_BAD_INPUT) from None
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether memory was refused; the loader of libraries, the system and torch each have their own way to say it."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    said = ("failed to map segment", "annot allocate memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or any(text in str(error) for text in said)
 
 
 class Terminated(KeyboardInterrupt):
