@@ -189,6 +189,10 @@ def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except (MemoryError, ImportError, OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # that of temporary files, for one
+            where = f" that {escape(str(error.filename))} would lie on" if error.filename else ""
+            screen.print(f"[red]error:[/red] the disk{where} is full: free some, or set TMPDIR", soft_wrap=True)
+            raise SystemExit(EXIT_BAD_INPUT) from None
         if not is_lack_of_memory(error):
             raise
         what = " ".join(str(error).split())[:200] or "an allocation was refused"

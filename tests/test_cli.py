@@ -190,3 +190,14 @@ def test_only_a_lack_of_memory_is_taken_for_one(error, is_lack, capsys):
     with pytest.raises(SystemExit if is_lack else type(error)):
         guarded(fail)
     assert capsys.readouterr().err.startswith("error: out of memory (") == is_lack
+
+
+def test_a_full_disk_for_temporary_files_is_one_line(capsys):
+    def fail():
+        raise OSError(errno.ENOSPC, "No space left on device", "/full/lattqe-import-x")
+
+    with pytest.raises(SystemExit) as ended:
+        guarded(fail)
+    assert ended.value.code == 2
+    said = "error: the disk that /full/lattqe-import-x would lie on is full: free some, or set TMPDIR\n"
+    assert capsys.readouterr().err == said
