@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import typer
 from rich.console import Console
 
-from jobs.console import EXIT_BAD_INPUT, run, screen
+from jobs.console import EXIT_BAD_INPUT, guarded, run, screen
 from lattqe import __version__
 
 # Half of the settings that a submitted job runs with; see jobs.submit.
@@ -179,7 +179,7 @@ def main() -> None:
         hint = f"did you mean {close[0]!r}?" if close else "see lattqe --help"
         screen.print(f"[red]error:[/red] there is no verb {arguments[0]!r}: {hint}")
         raise SystemExit(EXIT_BAD_INPUT)
-    run(verb.load(), arguments[1:], f"lattqe {verb.name}")
+    run(guarded(verb.load), arguments[1:], f"lattqe {verb.name}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 
 import atexit
 import copy
+import errno
 import functools
 import gc
 import inspect
@@ -294,6 +295,25 @@ def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except (MemoryError, ImportError, OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # that of temporary files, for one
+            where = f" that {escape(str(error.filename))} would lie on" if error.filename else ""
+            screen.print(f"[red]error:[/red] the disk{where} is full: free some, or set TMPDIR", soft_wrap=True)
+            raise SystemExit(EXIT_BAD_INPUT) from None
+        if not is_lack_of_memory(error):
+            raise
+        what = " ".join(str(error).split())[:200] or "an allocation was refused"
+        remedy = "close other programs, raise the limit (ulimit -v, a container's), or take a larger machine"
+        screen.print(f"[red]error:[/red] out of memory ({escape(what)}): {remedy}", soft_wrap=True)
+        raise SystemExit(EXIT_BAD_INPUT) from None
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether memory was refused; the loader of libraries, the system and torch each have their own way to say it."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    said = ("failed to map segment", "annot allocate memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or any(text in str(error) for text in said)
 
 
 class Terminated(KeyboardInterrupt):

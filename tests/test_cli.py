@@ -1,7 +1,10 @@
 """The `lattqe` command: every verb is there, runs by itself, and says what is wrong in one line."""
 
+import errno
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -11,6 +14,7 @@ import pytest
 import typer.main
 
 from jobs import cli
+from jobs.console import guarded
 from lattqe import __version__
 from lattqe.store import FeatureWriter
 
@@ -150,3 +154,50 @@ def test_a_small_search_imports_neither_ray_nor_what_only_other_verbs_need(tmp_p
         [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, env=environment, check=True
     )
     assert done.stdout.strip() == "[] 1000"
+
+
+def test_too_little_memory_is_one_line(tmp_path):
+    """Less address space than the libraries alone take, as below `ulimit -v` or in a small container."""
+    np.save(tmp_path / "x.npy", np.eye(4, dtype=np.float32))
+    done = subprocess.run(
+        [sys.executable, "-m", "jobs.cli", "import", str(tmp_path / "x.npy"), "--to", str(tmp_path / "set")],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (300 << 20, 300 << 20)),
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # whose threads take more on machines with many cores
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(r"error: out of memory \(.*\): .*raise the limit.*\n", done.stderr), done.stderr
+    assert not (tmp_path / "set").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lack"),
+    [
+        (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+        (OSError(errno.EACCES, "Permission denied"), False),
+        (RuntimeError("anything else"), False),
+        (ImportError("No module named 'x'"), False),
+    ],
+)
+def test_only_a_lack_of_memory_is_taken_for_one(error, is_lack, capsys):
+    def fail():
+        raise error
+
+    with pytest.raises(SystemExit if is_lack else type(error)):
+        guarded(fail)
+    assert capsys.readouterr().err.startswith("error: out of memory (") == is_lack
+
+
+def test_a_full_disk_for_temporary_files_is_one_line(capsys):
+    def fail():
+        raise OSError(errno.ENOSPC, "No space left on device", "/full/lattqe-import-x")
+
+    with pytest.raises(SystemExit) as ended:
+        guarded(fail)
+    assert ended.value.code == 2
+    said = "error: the disk that /full/lattqe-import-x would lie on is full: free some, or set TMPDIR\n"
+    assert capsys.readouterr().err == said
