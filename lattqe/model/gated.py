@@ -40,9 +40,9 @@ class WholeList(NamedTuple):
 class Reading:
     """What n lists of t = 1 + k items, and their background as token t, say of themselves.
 
-    features (n, t + 1, FEATURES), valid (n, t + 1) bool; relations (2, n, t + 1, t + 1): similarities of the tokens'
-    vectors measured from the background, and cosines after taking it away; standard (n, t + 1): similarity to the
-    query in standard deviations of the whole list; mute (n,) bool: lists that are one neighbor, or copies of one.
+    features (n, t + 1, FEATURES), valid (n, t + 1) bool; relations (2, n, t + 1, t + 1): cosines of the tokens'
+    vectors, as they are and after taking the background away; standard (n, t + 1): similarity to the query in
+    standard deviations of the whole list; mute (n,) bool: lists that are one neighbor, or copies of one.
     """
 
     features: torch.Tensor
@@ -54,17 +54,12 @@ class Reading:
 
 def read(items: torch.Tensor, valid: torch.Tensor, whole: WholeList) -> Reading:
     """Read lists: items (n, t, D), row 0 the query, valid (n, t) bool."""
-    (n, t), background, scored = items.shape[:2], whole.background, whole.scored
+    (n, t), (background, scores, scored) = items.shape[:2], whole
     neighbors = valid.float()
     neighbors[:, 0] = 0
     count = neighbors.sum(1, keepdim=True).clamp(min=1)
-    # Measured from the background, in units of the room that is left around it, a similarity says the same of
-    # descriptors that were centred and of those that all share a large mean; an item's with itself is 1.
-    level = background.square().sum(1)[:, None]
-    room = (1 - level).clamp(min=0.02)  # a list of one, or of equal vectors, leaves none
-    vectors = torch.cat([items, background[:, None]], dim=1)
-    cosines = ((vectors @ vectors.transpose(1, 2) - level[..., None]) / room[..., None]).clamp(min=-4)
-    scores = ((whole.scores - level) / room).clamp(min=-4)
+    vectors = torch.cat([items, F.normalize(background, dim=-1)[:, None]], dim=1)
+    cosines = vectors @ vectors.transpose(1, 2)
     apart = F.pad(F.normalize(items - background[:, None], dim=-1, eps=1e-4), (0, 0, 0, 1))
     centred = apart @ apart.transpose(1, 2)
     similarity, to_query = cosines[:, 0], centred[:, 0]
@@ -117,9 +112,8 @@ def read(items: torch.Tensor, valid: torch.Tensor, whole: WholeList) -> Reading:
         *(curve[:, min(r, scores.shape[1]) - 1, None] for r in CURVE),
     ]
     table = torch.stack([each.expand(n, t + 1) for each in features], dim=-1).clamp(-4, 4)
-    return Reading(
-        table, F.pad(valid, (0, 1), value=True), torch.stack([cosines, centred]), standard, 1 - level[:, 0] < NO_ROOM
-    )
+    mute = 1 - background.square().sum(1) < NO_ROOM
+    return Reading(table, F.pad(valid, (0, 1), value=True), torch.stack([cosines, centred]), standard, mute)
 
 
 def _likeness(similarities: torch.Tensor, neighbors: torch.Tensor, m: int) -> torch.Tensor:

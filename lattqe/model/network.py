@@ -28,9 +28,7 @@ from lattqe.model.encoder import (
 from lattqe.model.gated import GatedHead, GatedTokens, WholeList, read
 
 HOP_ALPHA = 0.9  # of networks that did not learn it
-
-# Of what a saved network means; raised when the same tensors would give other weights.
-VERSION, GATED_VERSION = 1, 2
+VERSION = 1  # of what a saved network means; raised when the same tensors would give other weights
 
 
 class LAttQE(nn.Module):
@@ -120,16 +118,15 @@ class LAttQE(nn.Module):
             reading = read(items, valid, whole)
             x = self.gated(reading, self.stack)
             found, beta = self.head(x, reading, valid, dba), self.head.share(x, reading)
-            length = found.weights.sum(1, keepdim=True)  # sums to 1: a mean that all vectors share stays what it is
         else:
             assert isinstance(self.head, SignedHead)
             relations = relate(items, valid, whole.background, ranks=self.config.positional)
             tokens = self.relational(relations, items, whole.background)
             x = self.stack(Inputs(tokens, relations.valid, torch.stack([relations.cosines, relations.centred])))
             found, beta = self.head.signed(x, relations, dba), self.head.share(x)
-            length = torch.bmm(found.weights[:, None], items)[:, 0].norm(dim=1, keepdim=True)
         if dba:
             return found, items.new_zeros(len(items))
+        length = torch.bmm(found.weights[:, None], items)[:, 0].norm(dim=1, keepdim=True)
         return dataclasses.replace(found, weights=found.weights / length.clamp(min=1e-6)), beta
 
     def save(
@@ -143,7 +140,7 @@ class LAttQE(nn.Module):
         from lattqe.store import save_model
 
         tensors = {name: tensor.detach().cpu().numpy() for name, tensor in self.state_dict().items()}
-        config = {"version": version_of(self.config), "network": self.config.to_dict(), "training": training or {}}
+        config = {"version": VERSION, "network": self.config.to_dict(), "training": training or {}}
         save_model(uri, tensors, config, metrics or {}, inputs=inputs)
 
     @classmethod
@@ -167,10 +164,9 @@ class LAttQE(nn.Module):
             wanted = cls.shapes(described, layers=_count_encoders(tensors))
         except LattqeError as error:
             raise LattqeError(f"{source}: {error}") from error
-        if config.get("version") != version_of(described):
+        if config.get("version") != VERSION:
             raise LattqeError(
-                f"{source}: network version {config.get('version')!r}, this lattqe reads {version_of(described)} of "
-                "its kind: train it again"
+                f"{source}: network version {config.get('version')!r}, this lattqe reads {VERSION}: train it again"
             )
         for name in sorted(set(wanted) ^ set(tensors)):
             problem = "is missing" if name in wanted else "is not part of the network its config.json describes"
@@ -205,11 +201,6 @@ class LAttQE(nn.Module):
             raise LattqeError(
                 "config.json asks for a network that is too large: the files do not belong together"
             ) from error
-
-
-def version_of(config: LAttQEConfig) -> int:
-    """What a saved network of this configuration means."""
-    return GATED_VERSION if config.gated else VERSION
 
 
 def _count_encoders(tensors: dict[str, np.ndarray]) -> int:

@@ -27,8 +27,8 @@ ONE_SET = 0.45  # share of the worlds that are made of one set; the others mix t
 # Shares of the ways in which classes are cut; what is left: a random part of the classes is cut.
 ALL_WHOLE, ONE_SET_CUT, EACH_CUT = 0.45, 0.3, 0.12
 MOST_CUT = 40  # images of a class in worlds where one set is cut
-WHITENED, SHIFTED = 0.12, 0.06  # shares of the worlds whose space is scaled otherwise, and whose mean is not zero
-NOISY, ROUNDED, BENT, RECTIFIED = 0.05, 0.03, 0.03, 0.05  # shares of those altered in one of these ways besides
+WHITENED, SHIFTED = 0.15, 0.25  # shares of the worlds whose space is scaled otherwise, and whose mean is not zero
+NOISY, ROUNDED, BENT, RECTIFIED = 0.04, 0.03, 0.04, 0.08  # shares of those altered in one of these ways besides
 UNITS = (64, 512)  # columns, at least and at most, of worlds that are never negative
 CLUSTER_WIDTHS, CLUSTER_ROWS = (16, 32, 64, 128, 256, 512), 4_000
 SYNTHETIC_WIDTHS = (64, 128, 256, 512)

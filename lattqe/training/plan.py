@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE
-from lattqe.model.network import version_of
+from lattqe.model.network import VERSION
 from lattqe.store import FeatureSet, Manifest, NeighborGraph, open_place
 from lattqe.store.artifacts import check_input_kind, model_address
 from lattqe.store.features import comparable_labels
@@ -216,7 +216,7 @@ class Plan:
             for name, tensor in sorted(LAttQE(self.config.network).state_dict().items())
         }
         network = self.config.network
-        config = {"version": version_of(network), "network": network.to_dict(), "training": self.training}
+        config = {"version": VERSION, "network": network.to_dict(), "training": self.training}
         return claim(open_place(self.destination), make_plan("model", {"tensors": shapes}, config, self.inputs, None))
 
 

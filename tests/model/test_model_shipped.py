@@ -53,6 +53,25 @@ def test_it_gives_unit_vectors_whatever_it_is_given(dim):
         for result in (lattqe.expand(x[:5], xb, method="lattqe"), lattqe.augment(xb)):
             assert np.allclose(np.linalg.norm(result, axis=1), 1, atol=1e-4)
     assert np.allclose(lattqe.augment(x[:1]), x[:1], atol=1e-6)
+    assert np.allclose(lattqe.expand(x[:5], x[:1]), x[:5], atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_one_relevant_image_is_not_lost_where_vectors_are_not_centred(dim):
+    """What destroyed sparse collections once: descriptors that all share a mean look alike, and none of them is."""
+    rng = np.random.default_rng(0)
+    classes = 1200
+    centres = rng.standard_normal((classes, dim))
+    mean = np.sqrt(2 * dim) * np.eye(1, dim)  # as long as the vectors themselves
+    xb, xq = (centres + rng.standard_normal((classes, dim)) + mean for _ in range(2))
+    xb, xq = ((x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32) for x in (xb, xq[:150]))
+    labels = np.arange(classes)
+
+    def mean_ap(queries):
+        found = lattqe.search(queries, xb, k=100)
+        return lattqe.evaluate(found, labels=labels, query_labels=labels[:150])["label"].mean_ap
+
+    assert mean_ap(lattqe.expand(xq, xb)) > mean_ap(xq) - 0.02
 
 
 def test_damage_is_named(tmp_path):
