@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -156,20 +155,13 @@ def test_a_small_search_imports_neither_ray_nor_what_only_other_verbs_need(tmp_p
     assert done.stdout.strip() == "[] 1000"
 
 
-def test_too_little_memory_is_one_line(tmp_path):
-    """Less address space than the libraries alone take, as below `ulimit -v` or in a small container."""
-    np.save(tmp_path / "x.npy", np.eye(4, dtype=np.float32))
-    done = subprocess.run(
-        [sys.executable, "-m", "jobs.cli", "import", str(tmp_path / "x.npy"), "--to", str(tmp_path / "set")],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (300 << 20, 300 << 20)),
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # whose threads take more on machines with many cores
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert re.fullmatch(r"error: out of memory \(.*\): .*raise the limit.*\n", done.stderr), done.stderr
-    assert not (tmp_path / "set").exists()
+def test_too_little_memory_is_one_line(capsys):
+    """A real refusal, by numpy: what libraries map differs by machine, so a limit might not bite."""
+    with pytest.raises(SystemExit) as ended:
+        guarded(np.empty, 1 << 60, np.uint8)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"error: out of memory \(.*\): .*raise the limit.*\n", said), said
 
 
 @pytest.mark.parametrize(
