@@ -64,7 +64,7 @@ def kinds_for(world: World, stage: Stage) -> list[str]:
         kinds += [kind for kind in WITH_NODES if not impossible.get(kind)]
     if stage.verb != "import":
         kinds += [kind for kind in ALONE if "input" in kind]
-    if stage.verb != "benchmark":  # whose cells are measured by whoever comes first
+    if stage.verb != "benchmark":  # whose cells are measured by the driver that comes first
         kinds.append("second driver")
     if stage.other:
         kinds.append("second driver with other settings")

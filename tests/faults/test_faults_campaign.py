@@ -43,7 +43,7 @@ def test_commands_of_a_warm_driver_end_with_their_code_and_die_alone(tmp_path):
         bad = driver.start(["import", str(tmp_path / "absent.npy"), "--to", str(tmp_path / "other")], tmp_path / "log")
         assert bad.wait() == 2
         assert (tmp_path / "log").read_text().startswith("error: ")
-        os.mkfifo(tmp_path / "pipe")  # nobody reads it, so that opening it as a log waits for ever
+        os.mkfifo(tmp_path / "pipe")  # without a reader, so that opening it as a log waits for ever
         doomed = driver.start(["--version"], tmp_path / "pipe")
         os.kill(doomed.pid, signal.SIGKILL)
         assert doomed.wait() == -signal.SIGKILL

@@ -58,7 +58,7 @@ class WarmDriver:
             return Command(self, self._latest)
 
     def code(self, pid: int) -> int | None:
-        """The exit code of a command, None while it runs; -SIGKILL where nobody is left to say."""
+        """The exit code of a command, None while it runs; -SIGKILL where no process is left to say."""
         with self._told:
             return self._codes.get(pid, -signal.SIGKILL if self._gone else None)
 
