@@ -78,7 +78,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "k_max": 128,
         "drop_max": 0.0,
         "world_rows": 6_000,
-        "clusters": 0.04,
+        "clusters": 0.1,
         "hop_every": 3,
         "hop_rows": 600,
         "hop_k": 40,
