@@ -116,12 +116,12 @@ def decide(size: int, stored: int, nodes: Nodes, remote: bool, cache: str | None
     fits_shards = size <= SHARD_SHARE * nodes.all_memory
     if not remote:
         if size <= nodes.least_memory:
-            return "map", f"{vectors}, mapped where they lie, fit the memory of every node ({_mib(nodes.least_memory)})"
+            return "map", f"{vectors}, mapped in place, fit in the memory of every node ({_mib(nodes.least_memory)})"
         if nodes.count > 1 and fits_shards:
             return "shards", f"{vectors} are more than the memory of a node ({_mib(nodes.least_memory)})"
-        return "map", f"{vectors} are more than this cluster's memory: they are read from disk again and again"
+        return "map", f"{vectors} are more than this cluster's memory: they will be read from disk repeatedly"
     if cache is None:
-        if size <= RESIDENT_BYTES:
+        if stored <= RESIDENT_BYTES:  # whole parts are held: with one too many, every block reads all of them again
             return "map", f"{vectors} from S3 are held by each worker"
         if fits_shards:
             return "shards", f"{vectors} are on S3 and no --cache folder was given"
@@ -131,14 +131,14 @@ def decide(size: int, stored: int, nodes: Nodes, remote: bool, cache: str | None
         )
     if nodes.least_disk is not None and stored > nodes.least_disk:
         if fits_shards:
-            return "shards", f"{_mib(stored)} do not fit the disk of every node ({_mib(nodes.least_disk)} free)"
+            return "shards", f"{_mib(stored)} do not fit on the disk of every node ({_mib(nodes.least_disk)} free)"
         raise LattqeError(
             f"{_mib(stored)} fit neither the disk below {cache} ({_mib(nodes.least_disk)} free on the "
             f"fullest node) nor the cluster's memory ({_mib(nodes.all_memory)}): add disk or nodes"
         )
     if size > nodes.least_memory and nodes.count > 1 and fits_shards:
         return "shards", f"{vectors} are more than the memory of a node ({_mib(nodes.least_memory)})"
-    return "map", f"{vectors}, copied once for each node into {cache}"
+    return "map", f"{vectors}, copied once per node into {cache}"
 
 
 def _mib(count: int) -> str:
@@ -204,7 +204,7 @@ def hop_workers() -> int:
 
 
 def predict_hop_memory(task: HopTask, process: int) -> int:
-    """Bytes of a worker, mapped files included, in a process that has so many before it does anything."""
+    """Bytes of a worker, mapped files included, in a process that already has that many before it starts."""
     features, edges = FeatureSet.open(task.features), Edges.open(task.edges)
     cut = task.cut(features.rows, features.dim)
     files = 0
@@ -319,7 +319,7 @@ def default_workers() -> int:
     """One worker for each GPU, or for each CPU where there are none."""
     count = gpus_available() or int(ray.cluster_resources().get("CPU", 0))
     if count < 1:
-        raise LattqeError("the Ray cluster has neither CPUs nor GPUs free for work: add a worker node")
+        raise LattqeError("the Ray cluster has no free CPUs or GPUs: add a worker node")
     return count
 
 

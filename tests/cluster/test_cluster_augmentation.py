@@ -156,6 +156,13 @@ def test_reach_is_chosen_by_what_nodes_can_hold(size, nodes, remote, cache, how)
         assert decide(size * MIB, size * MIB, nodes, remote, cache)[0] == how
 
 
+def test_vectors_on_s3_are_held_where_their_whole_parts_fit():
+    """Ids and labels are held with the vectors: a million rows of 128 float16 columns would be read for each block."""
+    nodes = Nodes(1, 20_000 * MIB, 20_000 * MIB)
+    assert decide(244 * MIB, 255 * MIB, nodes, True, None)[0] == "map"
+    assert decide(244 * MIB, 269 * MIB, nodes, True, None)[0] == "shards"
+
+
 def test_this_cluster_maps_and_shards_when_asked(source):
     assert choose_reach("auto", source[0], None).how == "map"
     assert choose_reach("shards", source[0], None) == Reach("shards", "as asked", 1)
