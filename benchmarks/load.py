@@ -16,7 +16,7 @@ import ray
 from cluster.blocks import run_blocks
 from cluster.monitor import Watch, Work
 from cluster.session import ray_session
-from jobs.console import logging_to
+from jobs.log_file import logging_to
 
 
 @ray.remote(num_cpus=1)

@@ -230,9 +230,11 @@ def table(found: dict[str, Any]) -> str:
         seconds = sum(each["seconds"] for each in attempts)
         cpu = [sum(each["cpu_seconds"][role] for each in attempts) for role in ("driver", "workers", "ray")]
         driver, worker = (max(each["peak_bytes"][role] for each in attempts) / 2**20 for role in ("driver", "workers"))
-        planned = max(each["planned_worker_bytes"] for each in attempts) / 2**20
         moved = [sum(each[key] for each in attempts) / 1e6 for key in ("bytes_read", "bytes_written")]
         summary = last["summary"] or {}
+        # A plan shows two digits; where the summary repeats the prediction, it has all of them.
+        exact = [summary.get(name) or 0 for name in ("predicted_worker_bytes", "predicted_hop_worker_bytes")]
+        planned = (max(exact) or max(each["planned_worker_bytes"] for each in attempts)) / 2**20
         spent = dict(summary.get("worker_seconds") or summary.get("spent") or last["phases"])
         waiting = spent.pop("waiting", None)
         ends = {word: sum(each[word] for each in attempts) for word in ("killed", "failed")}

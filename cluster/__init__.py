@@ -10,6 +10,6 @@ ROWS_HERE = 50_000
 
 
 def runs_here(rows: int, workers: int | None = None, address: str | None = None) -> bool:
-    """Whether so many rows are worked on in this process: not where workers or a cluster were asked for."""
+    """Whether this many rows are processed in this process: not if workers or a cluster were requested."""
     asked = workers is not None or address is not None or bool(os.environ.get("RAY_ADDRESS"))
     return not asked and rows <= ROWS_HERE

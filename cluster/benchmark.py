@@ -1,6 +1,6 @@
 """A benchmark run, in this process or on Ray: the cells that are missing, and the databases that they search.
 
-Everything lies in the run's folder. `cells/` holds one JSON for each measured cell, named by its settings and by the
+Everything is in the run's folder. `cells/` holds one JSON for each measured cell, named by its settings and by the
 content of its inputs: a run that was killed, or that shares data with an earlier one in the same folder, computes only
 what is missing. `joined/` holds rows with their distractors, `graphs/` their neighbors and `indexes/` their
 augmentations, each named by what it depends on. Graphs stay, because all methods share them, and the graph of the
@@ -41,8 +41,8 @@ from lattqe.store.writer import check_same_vectors, stack_features
 class Bench:
     """A run and its folder: `cells_to_do` and `fill` are its two steps, `lookup` reads what is there.
 
-    `workers` and `shards` force the work onto so many Ray actors, where it would otherwise stay in this process while
-    there are few rows. `indexes.tell` may be set to hear what is being made beside the cells.
+    `workers` and `shards` force the work onto that many Ray actors, where it would otherwise stay in this process while
+    there are few rows. `indexes.tell` may be set to be notified of what else is being made.
     """
 
     def __init__(self, run: Run, folder: str, workers: int | None = None, shards: int | None = None) -> None:

@@ -23,7 +23,7 @@ from lattqe.store import Pending
 Block = TypeVar("Block", bound=Hashable)  # what names a block: a number, or a tuple such as (part, start, stop)
 
 
-# How Ray says that an actor is gone: one that its memory monitor has killed has an error of its own.
+# How Ray says that an actor is gone: one that its memory monitor has killed has its own error.
 ACTOR_LOST = (RayActorError, OutOfMemoryError)
 
 

@@ -73,7 +73,7 @@ def plan_workers(wanted: int | None, device: str = "auto") -> Workers:
         raise LattqeError(f"device {device!r} is not auto, cpu or cuda")
     gpus = 0 if device == "cpu" else gpus_available()
     if device == "cuda" and not gpus:
-        raise LattqeError("device 'cuda' asked for, but the cluster has no GPU: use --device cpu")
+        raise LattqeError("device 'cuda' requested, but the cluster has no GPU: use --device cpu")
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     smallest = min((cpus for cpus in nodes if cpus), default=1)  # a worker must fit on any node
     if gpus:
@@ -85,7 +85,7 @@ def plan_workers(wanted: int | None, device: str = "auto") -> Workers:
 
 
 class ExtractionWorker:
-    """Describes blocks of images; may be started anew anywhere at any time."""
+    """Describes blocks of images; may be started again anywhere at any time."""
 
     def __init__(self, task: ExtractionTask, device: str, cpus: int) -> None:
         import torch

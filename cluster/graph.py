@@ -3,7 +3,7 @@
 The rows are cut into blocks, and every pair of blocks is one piece of work. A worker loads both, continues their lists
 and writes them back, so it holds two blocks and their running top-k and nothing else; and no two workers have the same
 block at once (`lattqe.search.rows.Pairing`). All progress is in storage, in files that depend on nothing but which
-blocks were compared (`cluster.graph_worker`): any process may die at any time, and the same command goes on where it
+blocks were compared (`cluster.graph_worker`): any process may die at any time, and the same command continues where it
 stopped.
 
 Lists are rewritten after every pair. Where moving them would take longer than the products, blocks have owners
@@ -76,7 +76,7 @@ class GraphPlan:
     facts: dict[str, Any]  # what else decides the cost, as `lattqe.cost.graph.graph_of_pairs` takes it
 
     def continued(self, cut: Cut) -> "GraphPlan":
-        """The plan of a run that goes on with the cut of an earlier one."""
+        """The plan of a run that continues with the cut of an earlier one."""
         if cut == self.cut:
             return self
         work = COSTS[cut.schedule](self.sets, self.dim, self.k, cut, self.machines, **self.facts)
@@ -222,7 +222,7 @@ class Progress:
         return sum(self.cut.cost(*pair) for pair in self.cut.work() if not self.compared(*pair)) if self.parts else 0
 
     def grow(self, places: int) -> int:
-        """The cluster has room for so many workers now: how many there shall be, as far as there are pairs for them."""
+        """The cluster has room for `places` workers now: how many there shall be, given the pairs that are left."""
         at_once = self.cut.blocks // 2 if self.cut.schedule == "pairs" else self.cut.blocks
         self.workers = max(self.workers, min(places, at_once))
         return self.workers

@@ -1,6 +1,6 @@
 """One worker of the kNN graph, from storage to storage: where it fits, how fast it is, what it does and what it leaves.
 
-It compares pairs of blocks and assembles parts. Unfinished neighbor lists lie in storage in
+It compares pairs of blocks and assembles parts. Unfinished neighbor lists are in storage in
 `_work/lists/<block>-<which blocks it has seen>.bin`. The lists of a block after it was compared with a set of blocks
 are the exact k best among their rows: a function of that set alone, no matter which worker computed it and in whatever
 order. So the set is the file's name, two writers of one name write the same bytes, and what a killed job has achieved
@@ -52,7 +52,7 @@ def worker_budget(workers: int, device_bytes: int | None) -> int:
 
 
 def places(threads: int) -> int:
-    """How many workers with so many CPUs, and a GPU each where there are any, the nodes have room for."""
+    """How many workers with that many CPUs, and a GPU each where there are any, the nodes have room for."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
     return sum(int(min(node.get("CPU", 0) // threads, node.get("GPU", 0) if gpus else math.inf)) for node in nodes)
@@ -79,7 +79,7 @@ def measure_worker(task: GraphTask, resources: dict[str, float], timeout: float 
         asked = ", ".join(f"{amount:g} {name[4:]}" for name, amount in resources.items())
         free = ray.available_resources()
         raise LattqeError(
-            f"a worker with {asked} found no place on any node within {timeout:.0f} s (free: "
+            f"a worker with {asked} could not be placed on any node within {timeout:.0f} s (free: "
             f"{free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs): ask for more workers with "
             "--workers, each of which takes less, or wait for other jobs to end"
         ) from None
@@ -198,7 +198,7 @@ class GraphWorker:
         self.idle_since = time.perf_counter()
 
     def run(self, item: Item) -> dict[str, Any]:
-        """Do one piece of work; tell what it took, and whether its lists were gone (`stale`)."""
+        """Do one piece of work; returns what it took, and whether its lists were gone (`stale`)."""
         started, self.clock, stale = time.perf_counter(), Clock(), False
         waited = started - self.idle_since
         try:
@@ -344,11 +344,11 @@ class GraphWorker:
                 self.loaded[held] = Block.load(self.rows(start, stop), products, self.task.k, widen=True)
             block = self.loaded.pop(held)
             self.loaded[held] = block  # the latest goes last
-            # Duplicates are looked for anew: unfinished lists must not depend on which blocks stood together.
+            # Duplicates are looked for again: unfinished lists must not depend on which blocks stood together.
             return block if held == (start, stop) else block.part(start - held[0], stop - held[0]).without(self.task.k)
 
     def rows(self, start: int, stop: int) -> Rows:
-        """Vectors of rows start..stop, which lie in one of the sets, as they are mapped."""
+        """Vectors of rows start..stop, which are in one of the sets, as they are mapped."""
         first = self.sets[0].rows
         return in_one(
             self.sets[0].pieces(start, stop) if stop <= first else self.sets[1].pieces(start - first, stop - first)

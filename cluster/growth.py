@@ -1,12 +1,12 @@
 """The graph of an index that grows or shrinks, on Ray: what `lattqe.augmentation.growth.grow_here` does, same bytes.
 
-Rows that joined, and rows whose list lost a member, are searched among all rows: so many of them at a time meet so many
-rows (a slab), and what they find is a file. All others keep their lists; they only meet the rows that joined, and a
+Rows that joined, and rows whose list lost a member, are searched among all rows: some of them at a time meet a
+slab of rows, and what they find is a file. All others keep their lists; they only meet the rows that joined, and a
 list is ordered again only where one of those may enter. A worker makes one part of the graph from both. So products
 are in proportion to what changed; the rows and the old graph are read by the workers, never by the driver, which knows
 the numbers of the rows that are searched and nothing else of them.
 
-All that was found is in storage: any process may die at any time, and the same command goes on.
+All that was found is in storage: any process may die at any time, and the same command continues.
 """
 
 from collections import Counter
@@ -55,7 +55,7 @@ def grow_graph(
 ) -> Counter[str]:
     """Publish the missing parts of the graph with `workers` actors; `on_rows(n)` after each n rows.
 
-    The counts of "products", pairs "scored" and old rows "searched" anew, as far as this run did it.
+    The counts of "products", pairs "scored" and old rows "searched" again, as far as this run did it.
     """
     check_parts(pending)
     driver = _Driver(growth, pending, on_rows, slab_rows)
@@ -173,7 +173,7 @@ class GrowthWorker:
         self.clock = Clock()
 
     def run(self, item: Item) -> dict[str, Any]:
-        """Do one piece of work; tell what it took."""
+        """Do one piece of work; returns what it took."""
         self.clock, stale = Clock(), None
         if item[0] == FIND:
             stale = self.find(item[1])
@@ -194,7 +194,7 @@ class GrowthWorker:
         return stop - self.pending.part_rows[part], stop
 
     def stayed(self, part: int) -> list[tuple[int, int]]:
-        """Those of its rows that were there before, so many at a time as are compared at once."""
+        """Those of its rows that were there before, as many at a time as are compared at once."""
         start, stop = self.span(part)
         return [
             (start + lo, start + hi) for lo, hi in tiles(max(min(stop, len(self.kept)) - start, 0), self.block_rows)

@@ -1,11 +1,11 @@
 """Looking at a cluster: what its work is counted by, and what each of its nodes says of itself.
 
-What runs is counted for the Ray dashboard and Prometheus, and told to the log file. Metrics carry the Ray job's id
+What runs is counted for the Ray dashboard and Prometheus, and written to the log file. Metrics carry the Ray job's id
 (`job`), the kind of work (`kind`) and the number of the actor that did it (`shard`); Ray puts `ray_` before their
 names, and `_total` after those of counters. One count costs some microseconds and is made once for a block, which takes
 seconds.
 
-A node tells its versions, devices, memory, disk and clock, and whether storage can be written from there.
+A node reports its versions, devices, memory, disk and clock, and whether storage can be written from there.
 """
 
 import importlib.metadata
@@ -58,12 +58,12 @@ class Metrics:
         self.rows = Counter(
             "lattqe_rows_done", "Rows augmented, published, described, answered or trained on.", ("job", "kind")
         )
-        self.rate = Gauge("lattqe_rows_per_second", "Rows finished a second, over the last minute.", ("job", "kind"))
-        self.blocks = Counter("lattqe_blocks_done", "Pieces of work finished.", TAGS)
+        self.rate = Gauge("lattqe_rows_per_second", "Rows finished per second, over the last minute.", ("job", "kind"))
+        self.blocks = Counter("lattqe_blocks_done", "Units of work finished.", TAGS)
         self.seconds = Histogram(
-            "lattqe_block_seconds", "From sending a piece of work to its result.", BLOCK_SECONDS, TAGS
+            "lattqe_block_seconds", "Seconds from sending a unit of work to its result.", BLOCK_SECONDS, TAGS
         )
-        self.retries = Counter("lattqe_retries", "Pieces of work asked for again after a failure.", TAGS)
+        self.retries = Counter("lattqe_retries", "Units of work retried after a failure.", TAGS)
         self.lost = Counter("lattqe_actors_lost", "Actors that died and were replaced.", TAGS)
         self.copies = Counter("lattqe_spare_copies", "Stragglers that were started a second time elsewhere.", TAGS)
         self.read = Counter("lattqe_bytes_read", "Bytes read from storage.", ("job", "kind"))
@@ -76,7 +76,7 @@ def _metrics(cluster: str, job: str) -> Metrics:
 
 
 def metrics() -> Metrics:
-    """Those of this process, made anew when it joins another Ray."""
+    """Those of this process, made again when it joins another Ray."""
     context = ray.get_runtime_context()
     return _metrics(context.gcs_address, context.get_job_id())
 
@@ -113,7 +113,7 @@ class Watch:
         self.metrics.rate.set(rate, {"job": self.metrics.job, "kind": self.kind})
 
     def count_traffic(self, read: int, written: int) -> None:
-        """Count bytes that a worker has moved; it tells them with its result, for its own counts may die with it."""
+        """Count bytes that a worker has moved; it returns them with its result, as its own counts may die with it."""
         for counter, number in ((self.metrics.read, read), (self.metrics.written, written)):
             if number:
                 counter.inc(number, {"job": self.metrics.job, "kind": self.kind})
@@ -335,5 +335,7 @@ def _differences(reports: list[NodeReport]) -> list[str]:
     for name in ("python", *PACKAGES):
         versions = {report.python if name == "python" else report.packages.get(name, "none") for report in answered}
         if len(versions) > 1 and not name.startswith("faiss"):
-            lines.append(f"{name} differs between nodes ({', '.join(sorted(versions))}): install the same everywhere")
+            lines.append(
+                f"{name} differs between nodes ({', '.join(sorted(versions))}): install the same version everywhere"
+            )
     return lines

@@ -220,7 +220,7 @@ def _own_signals() -> Iterator[None]:
 
 
 def _start_local(**settings: Any) -> None:
-    """Start a Ray of our own. It gives itself half a minute, too little on a crowded machine: then once more."""
+    """Start our own Ray. It gives itself half a minute, too little on a crowded machine: then once more."""
     for attempt in range(START_ATTEMPTS):
         try:
             # "local": a cluster that runs on this machine is joined only when asked for.
@@ -296,7 +296,7 @@ def require_resources(per_worker: Mapping[str, float], workers: int, timeout: fl
     """Wait until the cluster owns what `workers` workers need, or say plainly what is missing.
 
     An autoscaling cluster grows while we wait; a fixed one that is too small is reported after `timeout` seconds
-    instead of leaving actors pending for ever.
+    instead of leaving actors pending forever.
     """
     deadline = time.monotonic() + timeout
     while True:

@@ -94,7 +94,7 @@ class Shard:
 class ShardedIndex:
     """Feature sets, one after the other, as one exact index over shards; `with` it, or `close` it, to free them.
 
-    `shards`: default one for each GPU; without GPUs one for each 100,000 rows, as many as there are CPUs at the most.
+    `shards`: default one for each GPU; without GPUs one for each 100,000 rows, as many as there are CPUs at most.
     `cpus`: of one shard; default its share of the cluster's. `by_memory`: shards that only hold rows for others take
     memory instead of CPUs and GPUs.
     """
@@ -147,7 +147,7 @@ class ShardedIndex:
         return actor.options(scheduling_strategy=place).remote(pieces, self.cuts[shard], threads, cache, device)
 
     def _wait_ready(self, shard: int) -> None:
-        """Wait until a shard has loaded its rows; a bad feature set is told as it is, a cluster without room too."""
+        """Wait until a shard has loaded its rows; a bad feature set, or a cluster without room, is reported as such."""
         deadline = time.monotonic() + self.policy.start_timeout
         while True:
             ready = self._actors[shard].loaded.remote()
@@ -258,7 +258,7 @@ class ShardedIndex:
         """Vectors of rows (n,): (n, D) float32."""
         rows = self._check_rows(rows)
         if rows.size and rows.min() < 0:
-            raise LattqeError(f"row {int(rows.min())} asked for: rows count from 0")
+            raise LattqeError(f"row {int(rows.min())} requested: rows count from 0")
         vectors = np.empty((len(rows), self.dim), dtype=np.float32)
         blocks = self._blocks(rows)
         for number, parts in enumerate(self._ask("gather", [(block,) for block in blocks])):
@@ -273,7 +273,7 @@ class ShardedIndex:
     def _check_rows(self, rows: np.ndarray) -> np.ndarray:
         rows = np.asarray(rows)
         if rows.size and rows.max() >= self.rows:
-            raise LattqeError(f"row {int(rows.max())} asked for, but the index has {self.rows} rows")
+            raise LattqeError(f"row {int(rows.max())} requested, but the index has {self.rows} rows")
         return rows
 
     @property

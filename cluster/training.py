@@ -28,7 +28,7 @@ from lattqe.errors import LattqeError
 if TYPE_CHECKING:
     from lattqe.training import Plan, Progress
 
-# A worker group is started again so many times before the training gives up; preempted nodes are not counted.
+# A worker group is started again that many times before the training gives up; preempted nodes are not counted.
 MAX_FAILURES = 10
 POLL_SECONDS = 0.25
 STOP_SECONDS = 6.0  # after Ctrl-C: for the update that runs and its checkpoint; then the last checkpoint must do
@@ -105,7 +105,7 @@ def run_worker(config: dict[str, Any]) -> None:
         train(Plan.from_dict(config["plan"]), team, tell)
     except (NotFiniteError, StoppedError) as error:  # on all workers alike, or all of them are about to end
         ray.get(board.fail.remote(str(error)))
-    except LattqeError as error:  # perhaps here alone: raise, so that the others do not wait for ever
+    except LattqeError as error:  # perhaps here alone: raise, so that the others do not wait forever
         ray.get(board.fail.remote(str(error)))
         raise
 
@@ -117,7 +117,7 @@ def train_on_cluster(
     show: Callable[[Standing], None] = lambda standing: None,
     max_failures: int = MAX_FAILURES,
 ) -> None:
-    """Train with so many workers on the connected Ray, calling `show` a few times a second.
+    """Train with that many workers on the connected Ray, calling `show` a few times a second.
 
     Returns when the model is published at the plan's destination, which must be claimed and reachable by all workers.
     """
@@ -231,7 +231,7 @@ def _follow(fit: "Future[Any]", board: Any, show: Callable[[Standing], None]) ->
             if message is None:
                 reason = " ".join(str(error).split())[-300:]
                 raise LattqeError(
-                    f"the training workers failed again and again, the last time with: {reason}; "
+                    f"the training workers failed repeatedly, last with: {reason}; "
                     "the same command continues from the last checkpoint"
                 ) from error
             raise LattqeError(message) from None

@@ -2,8 +2,9 @@
 
 import json as json_text
 import time
+from collections.abc import Sequence
 from math import isfinite, prod
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,16 +20,20 @@ from jobs.console import (
 )
 from lattqe.errors import CorruptDataError, LattqeError
 
+if TYPE_CHECKING:
+    from lattqe.store import FeatureSet, NeighborGraph, Ranks
+    from lattqe.store.export import Exported
+
 SAMPLE_ROWS = 3
 SHOWN_VALUES = 4
 
 
 def info(
-    uri: Annotated[str, typer.Argument(help="A feature set, neighbor graph, list of ranks or model.")],
-    figure: Annotated[str | None, typer.Option(help="Of a graph: FILE.svg with its similarities and hubs.")] = None,
+    uri: Annotated[str, typer.Argument(help="A feature set, neighbor graph, edges, ranks or a model.")],
+    figure: Annotated[str | None, typer.Option(help="For a graph: draw its similarities and hubs to FILE.svg.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Say what a stored artifact is, what is in it, and what made it."""
+    """Show what a stored artifact is, what is in it, and how it was made."""
     from lattqe.store import NeighborGraph, Ranks, open_artifact
     from lattqe.store.export import write_file
     from lattqe.store.manifest import describe_kind
@@ -45,7 +50,7 @@ def info(
 
             write_file(figure, graph_figure(statistics).encode())
     elif figure is not None:
-        raise LattqeError(f"--figure is for neighbor graphs, and {uri} is {describe_kind(artifact.manifest.kind)}")
+        raise LattqeError(f"--figure is only for neighbor graphs, but {uri} is {describe_kind(artifact.manifest.kind)}")
     if json:
         print_json(facts)
         return
@@ -55,7 +60,7 @@ def info(
 
 
 def describe(artifact: Any) -> dict[str, Any]:
-    """All that `info` tells, ready for JSON."""
+    """Everything that `info` shows, ready for JSON."""
     manifest = artifact.manifest
     return {
         "uri": artifact.place.uri,
@@ -186,12 +191,11 @@ EXIT_WRONG = 1
 
 
 def verify(
-    uri: Annotated[str, typer.Argument(help="A feature set, neighbor graph, list of ranks or model.")],
+    uri: Annotated[str, typer.Argument(help="A feature set, neighbor graph, edges, ranks or a model.")],
     recompute: Annotated[
         int,
         typer.Option(
-            min=0,
-            help="Of an augmented index: compute that many random rows again from the recorded inputs and compare.",
+            min=0, help="For an augmented index: recompute this many random rows from the recorded inputs and compare."
         ),
     ] = 0,
 ) -> None:
@@ -220,7 +224,7 @@ def verify(
     )
     if manifest.approximation is not None:
         screen.print(
-            f"not exact: it is what its manifest says, but rests on {APPROXIMATE_GRAPH}: {manifest.approximation}",
+            f"not exact: it matches its manifest, but is based on {APPROXIMATE_GRAPH}: {manifest.approximation}",
             markup=False,
             soft_wrap=True,
         )
@@ -245,7 +249,7 @@ def check_model(uri: str) -> None:
 
 
 def recompute_rows(uri: str, count: int) -> None:
-    """Compute random rows of an augmented index again and say how far they are off."""
+    """Recompute random rows of an augmented index and print how far they are off."""
     from lattqe.augmentation.recipe import hops_again, recompute
     from lattqe.store import FeatureSet
 
@@ -253,9 +257,11 @@ def recompute_rows(uri: str, count: int) -> None:
     count = min(count, index.rows)
     off, hops = recompute(index, count), index.manifest.config.get("hops", 1)
     what = "rows" if hops == 1 else f"rows' edges, and all {hops} hops," if hops_again(index) else "rows' edges"
-    screen.print(f"{count:,} {what} computed again: off by {off:.2g} at most", markup=False)
+    screen.print(f"{count:,} {what} recomputed: off by at most {off:.2g}", markup=False)
     if hops > 1 and not hops_again(index):
-        screen.print(f"its {hops} hops were not: {index.rows:,} rows are too many for one process", markup=False)
+        screen.print(
+            f"its {hops} hops were not recomputed: {index.rows:,} rows are too many for one process", markup=False
+        )
 
 
 verify_app = command(verify)
@@ -271,13 +277,10 @@ def export(
         ),
     ],
     factory: Annotated[
-        str | None, typer.Option(help='faiss factory string, such as "IVF256,PQ16"; a flat index without it.')
+        str | None, typer.Option(help='faiss factory string, such as "IVF256,PQ16"; default: a flat index.')
     ] = None,
     database: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Ranks: the set that was searched (then the distractors), where it is no longer where it was."
-        ),
+        list[str] | None, typer.Option(help="Ranks: the searched set (then the distractors), if it has moved.")
     ] = None,
     similarities: Annotated[bool, typer.Option("--similarities", help="Graph: scores instead of distances.")] = False,
     with_self: Annotated[bool, typer.Option("--with-self", help="Graph: each row before its neighbors.")] = False,
@@ -288,7 +291,6 @@ def export(
     Example: lattqe export ranks --to ranks.csv
     """
     from lattqe.store import FeatureSet, NeighborGraph, Ranks, open_artifact
-    from lattqe.store.export import check_suffix, export_features, export_graph, export_ranks
 
     artifact = open_artifact(uri)
     for option, given, kind in (
@@ -302,33 +304,23 @@ def export(
     note_approximate(artifact)
     started = time.monotonic()
     if isinstance(artifact, FeatureSet):
-        _show_plan(artifact, to, index=(factory or "Flat") if to.endswith((".faiss", ".index")) else None)
-        done = export_features(artifact, to, factory)
+        done = _export_features(artifact, to, factory)
     elif isinstance(artifact, Ranks):
-        check_suffix("ranks", to)
-        show_table("export", {"queries × results": f"{artifact.rows:,} × {artifact.k}", "to": to}, plan=True)
-        done = export_ranks(artifact, to, database or ())
+        done = _export_ranks(artifact, to, database or ())
     elif isinstance(artifact, NeighborGraph):
-        check_suffix("neighbors", to)
-        show_table(
-            "export",
-            {
-                "rows × neighbors": f"{artifact.rows:,} × {artifact.k}",
-                "to": to,
-                "memory": f"about {human_bytes(artifact.rows * artifact.k * 20)}",
-            },
-            plan=True,
-        )
-        done = export_graph(artifact, to, similarities, with_self)
+        done = _export_graph(artifact, to, similarities, with_self)
     else:
-        raise LattqeError(f"{uri} is {_words(artifact)}: feature sets, ranks and neighbor graphs are exported")
+        raise LattqeError(f"{uri} is {_words(artifact)}: only feature sets, ranks and neighbor graphs can be exported")
     words = "already up to date" if done.reused else f"written in {time.monotonic() - started:.1f} s"
     screen.print(f"{', '.join(done.names)}: {words}", markup=False, soft_wrap=True)
     if json:
         print_json({"files": done.names, "reused": done.reused})
 
 
-def _show_plan(features: Any, to: str, index: str | None) -> None:
+def _export_features(features: "FeatureSet", to: str, factory: str | None) -> "Exported":
+    from lattqe.store.export import export_features
+
+    index = (factory or "Flat") if to.endswith((".faiss", ".index")) else None
     memory = "a few parts" if index is None else f"about {human_bytes(features.rows * features.dim * 4)} if flat"
     show_table(
         "export",
@@ -340,6 +332,31 @@ def _show_plan(features: Any, to: str, index: str | None) -> None:
         },
         plan=True,
     )
+    return export_features(features, to, factory)
+
+
+def _export_ranks(ranks: "Ranks", to: str, database: Sequence[str]) -> "Exported":
+    from lattqe.store.export import check_suffix, export_ranks
+
+    check_suffix("ranks", to)
+    show_table("export", {"queries × results": f"{ranks.rows:,} × {ranks.k}", "to": to}, plan=True)
+    return export_ranks(ranks, to, database)
+
+
+def _export_graph(graph: "NeighborGraph", to: str, similarities: bool, with_self: bool) -> "Exported":
+    from lattqe.store.export import check_suffix, export_graph
+
+    check_suffix("neighbors", to)
+    show_table(
+        "export",
+        {
+            "rows × neighbors": f"{graph.rows:,} × {graph.k}",
+            "to": to,
+            "memory": f"about {human_bytes(graph.rows * graph.k * 20)}",
+        },
+        plan=True,
+    )
+    return export_graph(graph, to, similarities, with_self)
 
 
 def _words(artifact: Any) -> str:

@@ -29,26 +29,23 @@ REACHES = ("auto", "map", "shards")
 
 Neighbors = Annotated[
     int | None,
-    typer.Option(
-        "-k", min=1, help="Neighbors for each row; by default the model's nDBA, or the paper's for the method."
-    ),
+    typer.Option("-k", min=1, help="Neighbors per row; default: the model's nDBA, or the paper's for the method."),
 ]
 Hops = Annotated[
     int | None,
     typer.Option(
-        help="1: each row from its own neighbors. Above, to 64: features flow so "
-        "many times over the weighted edges of all rows; by default the "
-        "model's number, or 1."
+        help="1: expand each row from its own neighbors. 2 to 64: let features flow this many times over the weighted "
+        "edges of all rows. Default: the model's number, or 1."
     ),
 ]
 HopAlpha = Annotated[
     float | None,
     typer.Option(
-        help="Share of a hop that comes from the neighbors, between 0 and 1; by default what the model learned, or 0.9."
+        help="Share of a hop that comes from the neighbors, between 0 and 1; default: what the model learned, or 0.9."
     ),
 ]
 Graph = Annotated[
-    str | None, typer.Option(help="The features' neighbor graph; by default computed and kept in TO/neighbors.")
+    str | None, typer.Option(help="The features' neighbor graph; default: computed and kept in TO/neighbors.")
 ]
 Reach = Annotated[
     str,
@@ -130,7 +127,7 @@ def made_index(
     inputs = {"features": original.as_input()}
     refuse_unlike(place, {"kind": "features", "config": config, "inputs": inputs})  # before anything is put there
     if task.k >= rows:
-        note = f"note: {rows:,} rows have {rows - 1:,} neighbors each: all of them are weighed, not {task.k}"
+        note = f"note: {rows:,} rows have only {rows - 1:,} neighbors each: all of them are used, not {task.k}"
         screen.print(note, markup=False, soft_wrap=True)
     done = find_manifest(place) if given_graph or find_manifest(open_place(task.graph)) else None
     here = done is not None or (reach == "auto" and runs_here(rows, workers, address))
@@ -146,19 +143,19 @@ def made_index(
 
 
 def chosen_hops(method: "Method", hops: int | None, alpha: float | None) -> tuple[int, float]:
-    """The hops and the share that were asked for, or the method's own."""
+    """The hops and the share that were requested, or the method's own."""
     from lattqe.expansion.base import check_hops
 
     hops = method.default_hops if hops is None else hops
     if hops == 1 and alpha is not None:
-        raise LattqeError("--hop-alpha belongs to several hops: add --hops 8, or leave it out")
+        raise LattqeError("--hop-alpha needs more than one hop: add --hops 8, or leave it out")
     alpha = method.hop_alpha if alpha is None else alpha
     check_hops(hops, alpha)
     return hops, alpha
 
 
 def check_reach(wanted: str) -> None:
-    """Refuse an unknown wish before anything starts."""
+    """Refuse an unknown value before anything starts."""
     if wanted not in REACHES:
         raise LattqeError(f"--reach is {wanted!r}: use one of {', '.join(REACHES)}")
 
@@ -176,7 +173,7 @@ def given_graph(uri: str, original: "FeatureSet", k: int) -> "NeighborGraph":
         )
     if graph.k < k:
         raise LattqeError(
-            f"{uri} has {graph.k} neighbors for each row, {k} are needed: compute a longer one with "
+            f"{uri} has {graph.k} neighbors per row, but {k} are needed: compute a longer one with "
             f"`lattqe neighbors -k {k}`"
         )
     return graph
@@ -200,9 +197,11 @@ app = command(main)
 
 def append(
     index: Annotated[str, typer.Argument(help="The augmented index, made by `lattqe augment`.")],
-    new: Annotated[str | None, typer.Argument(help="The feature set whose rows join.")] = None,
-    to: Annotated[str, typer.Option("--to", help="Where the grown index goes.")] = "",
-    remove: Annotated[Path | None, typer.Option(help="A text file: ids of the rows that leave, one a line.")] = None,
+    new: Annotated[str | None, typer.Argument(help="The feature set to add.")] = None,
+    to: Annotated[str, typer.Option("--to", help="Where the new index goes.")] = "",
+    remove: Annotated[
+        Path | None, typer.Option(help="A text file with the ids of rows to remove, one per line.")
+    ] = None,
     workers: Workers = None,
     address: Address = None,
     cache: Cache = None,
@@ -213,7 +212,7 @@ def append(
     assume: Assume = None,
     json: Json = False,
 ) -> None:
-    """Let rows join or leave an augmented index; only rows whose neighborhoods changed are augmented again.
+    """Add rows to an augmented index or remove them; only rows whose neighborhoods changed are augmented again.
 
     Example: lattqe append index new-features --to index2
     """
@@ -226,9 +225,9 @@ def append(
 
     check_reach(reach)
     if not to:
-        raise LattqeError("nowhere to put the grown index: name a folder or s3:// address with --to")
+        raise LattqeError("no destination for the new index: give a folder or s3:// address with --to")
     if new is None and remove is None:
-        raise LattqeError("nothing joins and nothing leaves: name a feature set, or ids with --remove")
+        raise LattqeError("nothing to add or remove: give a feature set, or ids with --remove")
     old_index = FeatureSet.open(index, cache)
     recipe = Recipe.of(old_index, cache)
     note_approximate(recipe.graph)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, astuple, replace
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,41 +26,43 @@ if TYPE_CHECKING:
 
 
 # Options of presets.
-Ablations = Annotated[str | None, typer.Option(help="Table 2 for a preset: the folder of a finished lattqe ablate.")]
+Ablations = Annotated[str | None, typer.Option(help="Table 2 for a preset: the folder of a finished `lattqe ablate`.")]
 Columns = Annotated[
     list[int] | None,
     typer.Option(min=1, help="Columns of the photos (photos: 128; density: 128 and 512, may be repeated)."),
 ]
 Features = Annotated[
     list[str] | None,
-    typer.Option(help="Density: a labelled feature set of your own; may be repeated, each is the others' distractors."),
+    typer.Option(
+        help="Density: your own labelled feature set; may be repeated, each set serves as distractors for the others."
+    ),
 ]
 Queries = Annotated[
     list[str] | None,
-    typer.Option(help="Density: labelled queries, one for each --features; without any, some images are held out."),
+    typer.Option(help="Density: labelled queries, one set per --features; default: some images are held out."),
 ]
 Relevant = Annotated[
     list[int] | None,
-    typer.Option(min=0, help="Density: relevant images, 0 for all (1, 2, 4, 8, 16 and 0); may be repeated."),
+    typer.Option(
+        min=0, help="Density: relevant images per query, 0 for all; may be repeated; default 1, 2, 4, 8, 16 and 0."
+    ),
 ]
 # Options of every run.
-Only = Annotated[
-    list[str] | None, typer.Option(help="Measure this method alone, beside no expansion; may be repeated.")
-]
+Only = Annotated[list[str] | None, typer.Option(help="Measure only this method and no expansion; may be repeated.")]
 Images = Annotated[
     list[str] | None,
     typer.Option(
-        help="Folder or s3:// prefix of the images, by id: "
-        "the report then shows the ten largest gains and losses. May be repeated."
+        help="Folder or s3:// prefix of the images, named by id: "
+        "the report then shows the ten largest gains and losses; may be repeated."
     ),
 ]
 Check = Annotated[
-    bool, typer.Option("--check", help="Stop after the golden numbers: mAP without expansion beside the paper's.")
+    bool, typer.Option("--check", help="Only compare mAP without expansion with the paper's golden numbers.")
 ]
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="Ray workers. [default: one for each GPU, or CPU; none for few rows]")
+    int | None, typer.Option(min=1, help="Ray workers; default: none for few rows, else one per GPU or CPU.")
 ]
-Shards = Annotated[int | None, typer.Option(min=1, help="Shards of an index. [default: by rows]")]
+Shards = Annotated[int | None, typer.Option(min=1, help="Shards of an index; default: depends on its rows.")]
 
 
 def main(
@@ -68,8 +71,8 @@ def main(
         typer.Argument(metavar="RUN.toml", help=f"What to measure: a TOML file, or a preset: {', '.join(PRESETS)}."),
     ],
     to: Annotated[str, typer.Option("--to", help="The run's folder: cells, graphs, results and report.")],
-    data: Annotated[str | None, typer.Option(help="Where a preset's data lie.")] = None,
-    model: Annotated[str | None, typer.Option(help="The trained model for a preset.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder or s3:// prefix of a preset's data.")] = None,
+    model: Annotated[str | None, typer.Option(help="The trained model for a preset; default: the shipped one.")] = None,
     ablations: Ablations = None,
     only: Only = None,
     columns: Columns = None,
@@ -85,23 +88,27 @@ def main(
     assume: Assume = None,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON on stdout.")] = False,
 ) -> None:
-    """Measure every method on every data set of a run; cells that are there already are not measured again.
+    """Measure every method on every data set of a run; finished cells are not measured again.
 
     Example: lattqe benchmark run.toml --to results
     """
     from cluster.benchmark import Bench, plan_cells
     from cluster.session import ray_session
+    from lattqe.benchmark.cells import refuse_foreign_results
     from lattqe.store import open_place
 
-    options = Options(to.rstrip("/"), data, model, *map(several, (columns, features, queries, relevant)))
-    chosen, cells = chosen_run(spec, options, ablations)
-    if check:
-        check_golden(chosen)
-        return
-    chosen = selected(chosen, only or [])
-    if (where := setting(plan, assume, 0, workers, address)) is not None:
-        tell(plan_cells(Bench(chosen, to, workers, shards), where), where, not open_place(to).is_local, json)
-        return
+    refuse_foreign_results(open_place(to))
+    # What a preset makes goes to the run's folder; of a plan nothing stays.
+    with TemporaryDirectory(prefix="lattqe-plan-") if plan else nullcontext(to.rstrip("/")) as folder:
+        options = Options(folder, data, model, *map(several, (columns, features, queries, relevant)))
+        chosen, cells = chosen_run(spec, options, ablations)
+        if check:
+            check_golden(chosen)
+            return
+        chosen = selected(chosen, only or [])
+        if (where := setting(plan, assume, 0, workers, address)) is not None:
+            tell(plan_cells(Bench(chosen, to, workers, shards), where), where, not open_place(to).is_local, json)
+            return
     bench = measured(chosen, to, workers, shards, partial(ray_session, address))
     results, report = reported(chosen, cells, bench, to, images)
     if json:
@@ -116,15 +123,15 @@ def several(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
 
 
 def chosen_run(spec: str, options: Options, ablations: str | None) -> "tuple[Run, Sequence[DensityCell] | None]":
-    """The run of a TOML file or of a preset; and of the preset density its cells, which want a report of their own."""
+    """The run of a TOML file or of a preset; and for the preset density its cells, which have their own report."""
     from lattqe.benchmark.runfile import load_run
     from lattqe.benchmark.spec import trained_ablations
 
     if spec not in PRESETS:
         if ablations is not None or any(value is not None for value in astuple(options)[1:]):
             raise LattqeError(
-                "--data, --model, --ablations, --columns, --features, --queries and --relevant belong to "
-                "presets: a TOML file names its data and models"
+                "--data, --model, --ablations, --columns, --features, --queries and --relevant are for "
+                "presets: a TOML file names its own data and models"
             )
         return load_run(spec), None
     chosen, make_cells = preset_run(spec, options), PRESETS[spec].cells
@@ -242,7 +249,7 @@ def approximate_warnings(bench: "Bench") -> list[str]:
     sets = {name: opened.database for name, opened in bench.inputs.items()}
     sets |= {f"{dataset}+{name}": features for (dataset, name), features in bench.distractors.items()}
     return [
-        f"the rows of {name} rest on {APPROXIMATE_GRAPH}: {each.manifest.approximation}"
+        f"the rows of {name} are based on {APPROXIMATE_GRAPH}: {each.manifest.approximation}"
         for name, each in sets.items()
         if each.manifest.approximation is not None
     ]
@@ -275,7 +282,7 @@ def facts(chosen: "Run", bench: "Bench") -> dict[str, Any]:
 
 
 def check_golden(chosen: "Run") -> None:
-    """Show mAP without expansion beside the paper's; features that do not give its numbers are refused."""
+    """Show mAP without expansion next to the paper's; features that do not give its numbers are refused."""
     from lattqe.benchmark.cells import Inputs
     from lattqe.datasets.prepare import plain_scores
     from lattqe.datasets.revisited import golden_differences, published
@@ -300,7 +307,7 @@ def check_golden(chosen: "Run") -> None:
         wrong += golden_differences(dataset.name, measured)
     if wrong:
         raise LattqeError("these are not the paper's features: " + "; ".join(wrong))
-    screen.print("the golden numbers of the paper's features come out")
+    screen.print("the paper's golden numbers are reproduced")
 
 
 def look(results: dict[str, Any], chosen: "Run", images: list[str] | None) -> "Examples | None":
@@ -319,7 +326,7 @@ def publish(
     page: Callable[..., str] | None = None,
     table: Callable[[Any], str] | None = None,
 ) -> str:
-    """Write results.json (in the order of the tables), results.csv, the figures as files of their own (for slides and
+    """Write results.json (in the order of the tables), results.csv, the figures as separate files (for slides and
     papers) and report.html; the page last. Returns its address. By default all of it is what a run's file gives.
     """
     from lattqe.report import illustrations, render_page, to_csv

@@ -39,7 +39,7 @@ VERBS = (
     Verb(
         "dataset",
         "jobs.import_",
-        "published files of a data set → feature sets, checked",
+        "published files of a data set → checked feature sets",
         "lattqe dataset revisited published --to data",
         "dataset_app",
     ),
@@ -79,14 +79,14 @@ VERBS = (
     Verb(
         "append",
         "jobs.augment",
-        "rows join or leave an augmented index",
+        "add rows to an augmented index, or remove them",
         "lattqe append index new-rows --to index2",
         "append_app",
     ),
     Verb(
         "search",
         "jobs.search",
-        "queries → their best rows, expanded if asked",
+        "queries → their best rows, optionally expanded",
         "lattqe search index queries -k 100 --expand lattqe --model model --to ranks",
     ),
     Verb(
@@ -99,14 +99,14 @@ VERBS = (
     Verb(
         "evaluate",
         "jobs.ranks",
-        "ranks → mAP and mP@k, for all queries and for each",
+        "ranks → mAP and mP@k, overall and per query",
         "lattqe evaluate ranks --truth gnd_roxford5k.pkl",
         "evaluate_app",
     ),
     Verb(
         "ablate",
         "jobs.train",
-        "what each part of a model is worth",
+        "how much each part of a model contributes",
         "lattqe ablate features --val held-out --preset photos --to ablations",
         "ablate_app",
     ),
@@ -119,18 +119,20 @@ VERBS = (
     Verb(
         "plan",
         "jobs.plan",
-        "what sets and clusters that are not there would take",
+        "time, memory and cost for any data on any cluster",
         'lattqe plan 100000000x512 -k 64 --assume "nodes=16,gpus=1,price=0.5"',
     ),
     Verb("demo", "jobs.demo", "all of this on a synthetic world, in minutes", "lattqe demo --to demo"),
-    Verb("info", "jobs.artifacts", "what a stored artifact is, and what made it", "lattqe info features", "info_app"),
+    Verb(
+        "info", "jobs.artifacts", "what a stored artifact is, and how it was made", "lattqe info features", "info_app"
+    ),
     Verb(
         "verify", "jobs.artifacts", "check every checksum and every invariant", "lattqe verify features", "verify_app"
     ),
     Verb(
         "export",
         "jobs.artifacts",
-        "a feature set → .npy, .fvecs or faiss",
+        "features, ranks or a graph → files for other tools",
         "lattqe export features --to index.faiss",
         "export_app",
     ),

@@ -1,27 +1,18 @@
-"""What every job shows on the screen: a plan, a progress bar, a summary; how it ends when something is wrong; its log.
-
-`--log-file`: every job appends what it does to a file, one JSON object a line, beside what the screen shows.
-"""
+"""What every job prints: a plan, a progress bar, a summary; and how it ends when something is wrong."""
 
 import atexit
 import copy
 import errno
 import functools
 import gc
-import inspect
 import json
-import logging
 import os
-import re
-import secrets
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -31,159 +22,18 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
 
+from jobs.log_file import logged
 from lattqe.errors import LattqeError, event
 
-LogFile = Annotated[
-    str | None,
-    typer.Option("--log-file", metavar="FILE", help="Append what happens to this file, one JSON object a line."),
-]
-# Nothing we write holds these; should a library's message ever do, it ends here.
-SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "RAY_AUTH_TOKEN")
-SHORTEST_SECRET = 6  # shorter ones are words of every other line
-USER = re.compile(r"(\w+://)[^\s\"]*@")  # a secret key may have a slash
-OPTIONS = re.compile(r"(s3://[^\s\"?]*\?)[^\s\"]*")
-# Results go to stdout where scripts read them; everything for people's eyes goes to stderr.
+# Results go to stdout, for scripts; everything for people goes to stderr.
 screen = Console(stderr=True, highlight=False)
 EXIT_BAD_INPUT = 2
-# Its name is public, that of its parent is not: typer has a click of its own, or the one that is installed.
+# typer bundles its own click or uses the installed one: only this subclass has a public name.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")]
 APPROXIMATE_GRAPH = "an approximate graph"
 LINE_SECONDS = 10.0  # between two lines about the progress, in the log file and where there is no terminal
-
-
-def redacted(text: str) -> str:
-    """The text without the credentials of this process, and without those in addresses."""
-    for name in SECRETS:
-        value = os.environ.get(name, "")
-        if len(value) >= SHORTEST_SECRET:
-            text = text.replace(value, f"<{name}>")
-    return OPTIONS.sub(r"\1<hidden>", USER.sub(r"\1<hidden>@", text))
-
-
-class JsonLines(logging.Handler):
-    """Appends each record as one line in one write, so that several jobs may share a file."""
-
-    def __init__(self, path: str, job: str) -> None:
-        super().__init__()
-        self.path, self.always = path, {"job": job, "run": secrets.token_hex(4)}
-        try:
-            self.file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise LattqeError(
-                f"cannot write the log file {path} ({error.strerror}): --log-file wants a local file in "
-                "a folder that exists"
-            ) from error
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a record; a full disk ends the log with one line on the screen, never the job."""
-        if self.file is None:
-            return
-        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        fields = getattr(record, "fields", None)
-        line = {
-            "time": moment,
-            "level": record.levelname.lower(),
-            "event": "message" if fields is None else record.msg,
-            **self.always,
-        }
-        line |= {"logger": record.name, "message": record.getMessage()} if fields is None else fields
-        try:
-            os.write(self.file, f"{redacted(_json(line))}\n".encode())
-        except OSError as error:
-            print(
-                f"the log file {self.path} cannot be written ({error.strerror}): going on without it", file=sys.stderr
-            )
-            self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        if self.file is not None:
-            os.close(self.file)
-        self.file = None
-        super().close()
-
-
-def _json(line: dict[str, Any]) -> str:
-    try:
-        return json.dumps(line, default=str, allow_nan=False, ensure_ascii=False)
-    except ValueError:  # NaN and infinity are no JSON
-        return json.dumps({name: str(value) for name, value in line.items()}, ensure_ascii=False)
-
-
-@contextmanager
-def logging_to(path: str | None, job: str, arguments: dict[str, Any]) -> Iterator[None]:
-    """Log the body, from `start` to `finish`, `error` or `interrupted`; without a path nothing happens."""
-    if path is None:
-        yield
-        return
-    logger, lines, shown = logging.getLogger("lattqe"), JsonLines(path, job), logging.StreamHandler()
-    # Warnings without fields are shown on the screen, as they are without a log file; events never are.
-    shown.setLevel(logging.WARNING)
-    shown.addFilter(lambda record: not hasattr(record, "fields"))
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(lines)
-    logger.addHandler(shown)
-    started = time.monotonic()
-    try:
-        event("start", arguments={name: value for name, value in arguments.items() if value not in (None, [], False)})
-        try:
-            yield
-        except BaseException as error:
-            _tell_end(error, round(time.monotonic() - started, 3))
-            raise
-        event("finish", exit_code=0, seconds=round(time.monotonic() - started, 3))
-    finally:
-        logger.removeHandler(lines)
-        logger.removeHandler(shown)
-        logger.setLevel(level)
-        lines.close()
-
-
-def _tell_end(error: BaseException, seconds: float) -> None:
-    """Log how a job ended that did not end by itself."""
-    if isinstance(error, SystemExit):  # how doctor and submit return what they found
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        event("finish", logging.WARNING if code else logging.INFO, exit_code=code, seconds=seconds)
-    elif isinstance(error, KeyboardInterrupt):
-        event("interrupted", logging.WARNING, signal=getattr(error, "signal", "SIGINT"), seconds=seconds)
-    elif isinstance(error, LattqeError):
-        event("error", logging.ERROR, error=type(error).__name__, message=str(error), seconds=seconds)
-    else:  # a bug: the file keeps what the screen shows
-        event(
-            "error",
-            logging.CRITICAL,
-            error=type(error).__name__,
-            message=str(error),
-            seconds=seconds,
-            traceback="".join(traceback.format_exception(error)),
-        )
-
-
-def _job_name(function: Callable[..., Any]) -> str:
-    """`jobs.import_.main` is the job "import"."""
-    module = function.__module__
-    if module == "__main__":  # python -m jobs.augment
-        module = getattr(sys.modules["__main__"].__spec__, "name", "job")
-    return module.rsplit(".", 1)[-1].rstrip("_")
-
-
-def logged(function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
-    """Give a job's function the option `--log-file`, as its last one; the file calls it `name`, or as its module."""
-    name = name or _job_name(function)
-
-    @functools.wraps(function)
-    def job(log_file: str | None = None, **arguments: Any) -> Any:
-        with logging_to(log_file, name, arguments):
-            return function(**arguments)
-
-    signature = inspect.signature(function)
-    option = inspect.Parameter("log_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=LogFile)
-    job.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
-    job.__annotations__ = {**function.__annotations__, "log_file": LogFile}
-    return job
 
 
 def show_table(title: str, rows: dict[str, Any], plan: bool = False) -> None:
@@ -201,7 +51,7 @@ def note_approximate(*used: Any) -> None:
         lacks = artifact.manifest.approximation
         if lacks is not None:
             screen.print(
-                f"note: {artifact.place.uri} rests on {APPROXIMATE_GRAPH}: {lacks}", markup=False, soft_wrap=True
+                f"note: {artifact.place.uri} is based on {APPROXIMATE_GRAPH}: {lacks}", markup=False, soft_wrap=True
             )
             event("approximate", uri=artifact.place.uri, recall=lacks)
 
@@ -297,19 +147,19 @@ def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise SystemExit(1) from None
     except (MemoryError, ImportError, OSError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # that of temporary files, for one
-            where = f" that {escape(str(error.filename))} would lie on" if error.filename else ""
-            screen.print(f"[red]error:[/red] the disk{where} is full: free some, or set TMPDIR", soft_wrap=True)
+            where = f" for {escape(str(error.filename))}" if error.filename else ""
+            screen.print(f"[red]error:[/red] the disk{where} is full: free some space, or set TMPDIR", soft_wrap=True)
             raise SystemExit(EXIT_BAD_INPUT) from None
         if not is_lack_of_memory(error):
             raise
         what = " ".join(str(error).split())[:200] or "an allocation was refused"
-        remedy = "close other programs, raise the limit (ulimit -v, a container's), or take a larger machine"
+        remedy = "close other programs, raise the limit (ulimit -v, or the container's), or use a larger machine"
         screen.print(f"[red]error:[/red] out of memory ({escape(what)}): {remedy}", soft_wrap=True)
         raise SystemExit(EXIT_BAD_INPUT) from None
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether memory was refused; the loader of libraries, the system and torch each have their own way to say it."""
+    """Whether memory was refused; the dynamic loader, the system and torch each report it differently."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     said = ("failed to map segment", "annot allocate memory", "can't allocate memory")
@@ -323,8 +173,8 @@ class Terminated(KeyboardInterrupt):
 
 
 def tell_interrupted(interrupt: KeyboardInterrupt) -> int:
-    """Say in one line how far a job came before Ctrl-C or SIGTERM, and how to go on; the exit code."""
-    # Another one, out of impatience, must not end in a traceback of Ray's or Python's last breath.
+    """Say in one line how far a job got before Ctrl-C or SIGTERM, and how to continue; returns the exit code."""
+    # A second, impatient Ctrl-C must not end in a traceback from Ray or Python shutting down.
     for number in (signal.SIGINT, signal.SIGTERM):
         if threading.current_thread() is threading.main_thread():
             signal.signal(number, signal.SIG_IGN)
@@ -333,7 +183,7 @@ def tell_interrupted(interrupt: KeyboardInterrupt) -> int:
     what, code = (
         ("terminated", EXIT_TERMINATED) if isinstance(interrupt, Terminated) else ("interrupted", EXIT_INTERRUPTED)
     )
-    screen.print(f"{what}: {where}what is finished is kept, run the same command again to go on", soft_wrap=True)
+    screen.print(f"{what}: {where}finished work is kept; run the same command again to continue", soft_wrap=True)
     return code
 
 

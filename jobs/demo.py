@@ -12,44 +12,47 @@ if TYPE_CHECKING:
     from lattqe.datasets.synthetic import SyntheticWorld
 
 DISTRACTORS = 5_000  # at scale 1: enough to hurt, few enough for a demonstration
-NEXT = """What to try next, with images or descriptors of your own:
+NEXT = """What to try next, with your own images or descriptors:
   lattqe extract photos --checkpoint net.pth --to features     (or: lattqe import vectors.npy --to features)
   lattqe train labelled --val held-out --preset photos --to model
   lattqe augment features --method lattqe --model model --to index
-  lattqe benchmark run.toml --to results                       (docs/examples/run.toml is one to begin with)
-Look into what was made here:  lattqe info {to}/model  ·  lattqe verify {to}/index"""
+  lattqe benchmark run.toml --to results                       (start from docs/examples/run.toml)
+Inspect the results:  lattqe info {to}/model  ·  lattqe verify {to}/index"""
 
 
 def main(
     to: Annotated[str, typer.Option("--to", help="Where everything goes: a local folder.")] = "demo",
-    seed: Annotated[int, typer.Option(min=0, help="Another seed is another world, and another network.")] = 0,
-    scale: Annotated[float, typer.Option(min=0.01, help="Times as many landmarks, background and distractors.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the world and of the network.")] = 0,
+    scale: Annotated[
+        float, typer.Option(min=0.01, help="Scale the number of landmarks, background images and distractors.")
+    ] = 1.0,
     settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Change a setting of the training: steps=1000, network.layers=3, ..."),
+        list[str] | None, typer.Option("--set", help="Change a training setting: steps=1000, network.layers=3, ...")
     ] = None,
-    address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or this machine]")
+    ] = None,
 ) -> None:
-    """Make a world of landmarks, learn from one part of it, and measure all methods on another: about five minutes.
+    """Make a world of landmarks, train on one part of it, and measure all methods on another: about five minutes.
 
-    Killed at any time, the same command goes on where it stopped. Example: lattqe demo --to demo
+    After a kill, the same command continues where it stopped. Example: lattqe demo --to demo
     """
     from cluster.session import ray_session
     from jobs.benchmark import measure_run, print_results, publish
     from lattqe.datasets.synthetic import SyntheticWorld
 
     if "://" in to:
-        raise LattqeError(f"the demo wants a local folder, not {to!r}")
+        raise LattqeError(f"the demo needs a local folder, not {to!r}")
     to = to.rstrip("/")
     world = SyntheticWorld(seed, scale=scale, distractors=round(DISTRACTORS * scale))
     with ray_session(address):
-        step(1, "a world of landmarks: train, validation and test parts share no landmark")
+        step(1, "a world of landmarks, with none shared by training, validation and test")
         chosen = make_world(world, to)
         step(2, "the exact neighbor graph of the database that will be searched")
         graph = find_neighbors(chosen.datasets[0].database, to)
         step(3, "training LAttQE, then the temperature of LAttDBA")
         model = train_model(to, [f"seed={seed}", *(settings or [])])
-        step(4, "every row of that database replaced by what LAttDBA makes of it and its neighbors")
+        step(4, "augmenting that database with LAttDBA")
         augment_database(chosen.datasets[0].database, graph, model, to)
         step(5, "all methods, with and without augmentation and distractors")
         results = measure_run(with_methods(chosen, model), f"{to}/benchmark")
@@ -111,7 +114,7 @@ def train_model(to: str, settings: list[str]) -> str:
     if plan.claim() is None:
         train_with_progress(plan, workers=1, threads=0)
     else:
-        screen.print(f"{to}/model is there already")
+        screen.print(f"{to}/model is already there")
     return f"{to}/model"
 
 

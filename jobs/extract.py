@@ -25,7 +25,7 @@ HOW_TO_DESCRIBE = (
     "a published ResNet-GeM file:  lattqe extract photos --checkpoint gl18-tl-resnet101-gem-w.pth --to features",
     "a backbone and its weights:   lattqe extract photos --model timm:vit_base_patch14_dinov2 --weights "
     "dinov2.safetensors --to features",
-    "descriptors that you have:    lattqe import vectors.npy --ids names.txt --to features",
+    "existing descriptors:         lattqe import vectors.npy --ids names.txt --to features",
 )
 
 FolderLabels: TypeAlias = tuple[list[int], list[str]]  # of each image, and the folders' names
@@ -33,7 +33,7 @@ FolderLabels: TypeAlias = tuple[list[int], list[str]]  # of each image, and the 
 CenterCrop = Annotated[
     int | None,
     typer.Option(
-        help="instead: central square, scaled to this side; default of --model without --size: what its package says"
+        help="instead of --size: central square, scaled to this side; default with --model: its package's value"
     ),
 ]
 ByFolder = Annotated[bool, typer.Option("--labels-from-folders", help="label each image by its top folder")]
@@ -43,35 +43,43 @@ MaxBad = Annotated[
 
 
 def main(
-    images: Annotated[str, typer.Argument(help="folder, s3://bucket/prefix, or list file with one path on each line")],
+    images: Annotated[str, typer.Argument(help="folder, s3://bucket/prefix, or list file with one path per line")],
     to: Annotated[str, typer.Option(help="where to write the features: folder or s3://bucket/prefix")],
     checkpoint: Annotated[str | None, typer.Option(help="network file: .pth, torch.export or TorchScript")] = None,
     model: Annotated[str | None, typer.Option(help="backbone: timm:NAME, torchvision:NAME or open_clip:NAME")] = None,
     weights: Annotated[str | None, typer.Option(help="with --model: its state dict, .safetensors or .pth")] = None,
-    pool: Annotated[str, typer.Option(help="with --model: cls, gem or mean; default cls where there is one")] = "auto",
+    pool: Annotated[
+        str, typer.Option(help="with --model: cls, gem or mean; default cls if it has one, else gem")
+    ] = "auto",
     encoder: Annotated[str | None, typer.Option(help="module:function that returns an encoder")] = None,
     scales: Annotated[str | None, typer.Option(help="relative sizes, averaged; default 1,0.7071,1.4142")] = None,
     size: Annotated[int | None, typer.Option(help="limit of the long side in pixels; default 1024")] = None,
     center_crop: CenterCrop = None,
-    gnd: Annotated[Path | None, typer.Option(help="revisited ground truth: take its images, in its order")] = None,
+    gnd: Annotated[Path | None, typer.Option(help="revisited ground truth: use its images, in its order")] = None,
     queries: Annotated[bool, typer.Option("--queries", help="with --gnd: its queries, cropped to bbx")] = False,
     root: Annotated[str | None, typer.Option(help="folder that a list file's paths are relative to")] = None,
     labels_from_folders: ByFolder = False,
     max_bad: MaxBad = None,
-    max_pixels: Annotated[int, typer.Option(help="refuse larger images by their header, undecoded")] = 89_000_000,
-    exif: Annotated[bool, typer.Option("--exif/--no-exif", help="turn images upright by their EXIF tag")] = True,
-    mean: Annotated[str | None, typer.Option(help="R,G,B mean of the encoder's input; default: its own")] = None,
-    std: Annotated[str | None, typer.Option(help="R,G,B deviation of the encoder's input; default: its own")] = None,
+    max_pixels: Annotated[int, typer.Option(help="skip images that are larger according to their header")] = 89_000_000,
+    exif: Annotated[bool, typer.Option("--exif/--no-exif", help="rotate images according to their EXIF tag")] = True,
+    mean: Annotated[
+        str | None, typer.Option(help="R,G,B mean for normalising the input; default: the encoder's")
+    ] = None,
+    std: Annotated[
+        str | None, typer.Option(help="R,G,B deviation for normalising the input; default: the encoder's")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float16 or float32")] = "float16",
-    batch: Annotated[int, typer.Option(help="images of one size to encode together")] = 1,
+    batch: Annotated[int, typer.Option(help="images of equal size to encode together")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    workers: Annotated[int | None, typer.Option(help="networks at work; default one for each GPU or CPU")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="workers, each with a network; default one per GPU or CPU")
+    ] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster to join; default: this machine")] = None,
     plan: Plan = False,
     assume: Assume = None,
     json: Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")] = False,
 ) -> None:
-    """Describe every image by one unit vector; bad files are listed in skipped.csv, and a killed run continues.
+    """Compute one unit vector for every image; bad files are listed in skipped.csv, and a killed run continues.
 
     Example: lattqe extract photos --checkpoint gl18-tl-resnet101-gem-w.pth --to features
     """
@@ -102,9 +110,9 @@ def _check_asked(network: str | None, queries: bool, gnd: Path | None) -> None:
     """Refuse what names no network, or queries of nothing."""
     if network is None:
         screen.print("\n".join(HOW_TO_DESCRIBE), markup=False, soft_wrap=True)
-        raise LattqeError("without a network there are no descriptors: above are three ways to get some")
+        raise LattqeError("no network given: above are three ways to get descriptors")
     if queries and gnd is None:
-        raise LattqeError("--queries needs --gnd, which names them and their crops")
+        raise LattqeError("--queries needs --gnd, which defines them and their crops")
 
 
 def _show_result(to: str, finished: "Manifest", dim: int, json: bool) -> None:
@@ -243,7 +251,7 @@ def _list(
 
     place, target = open_place(images), open_place(to)
     if f"{target.uri}/".startswith(f"{place.uri}/"):
-        raise LattqeError(f"{to} lies within {images}: the features would be taken for images next time")
+        raise LattqeError(f"{to} is inside {images}: the next run would take the features for images")
     inputs = {}
     if gnd is not None:
         listed = list_ground_truth(images, load_gnd(gnd), queries)
@@ -255,7 +263,7 @@ def _list(
 
 
 def _framing(opened: "Encoder", size: int | None, center_crop: int | None, exif: bool, max_pixels: int) -> "Framing":
-    """How images are brought to the network: as asked for, else as a backbone's package says, else by size."""
+    """How images are brought to the network: as requested, else as a backbone's package says, else by size."""
     from lattqe.extraction.image import Framing
 
     if center_crop is None and size is None and opened.side is not None:
@@ -272,7 +280,7 @@ def _prepare(
 
     dim = opened.output_dim(settings.framing.center_crop or PROBE_SIDE)
     usual = asdict(Framing())
-    # What only backbones ask for is recorded where it is asked for: features of earlier versions stay the same.
+    # What only backbones ask for is recorded where it is requested: features of earlier versions stay the same.
     framing = {
         name: value
         for name, value in asdict(settings.framing).items()

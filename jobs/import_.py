@@ -27,27 +27,29 @@ def main(
     to: str = typer.Option(..., "--to", help="where the feature set goes: a folder or s3://bucket/prefix"),
     ids: str | None = typer.Option(None, help="ids of all rows: .npy, .txt, .csv, or gnd_*.pkl (imlist or qimlist)"),
     labels: str | None = typer.Option(None, help="labels of all rows: .npy, .txt or .csv; numbers or text"),
-    key: str | None = typer.Option(None, help="which array or column, e.g. X or Q of a .mat file"),
-    ids_key: str | None = typer.Option(None, help="which column or array of the files themselves has the ids"),
-    labels_key: str | None = typer.Option(None, help="which column or array of the files themselves has the labels"),
+    key: str | None = typer.Option(None, help="array or column to read, e.g. X or Q of a .mat file"),
+    ids_key: str | None = typer.Option(None, help="column or array of the files themselves with the ids"),
+    labels_key: str | None = typer.Option(None, help="column or array of the files themselves with the labels"),
     transposed: bool | None = typer.Option(
-        None, "--transposed/--no-transposed", help="columns are images, or rows; else as docs/import.md says"
+        None,
+        "--transposed/--no-transposed",
+        help="images are columns, or rows; default: depends on the format, see docs/import.md",
     ),
     dtype: str = typer.Option("float16", help="float16 or float32"),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="leave out zero and non-finite vectors, and count them"),
-    columns: int | None = typer.Option(None, help="keep the first so many columns"),
-    rows: str | None = typer.Option(None, help="keep the rows A:B"),
+    columns: int | None = typer.Option(None, help="keep only this many columns, the first ones"),
+    rows: str | None = typer.Option(None, help="keep only rows A:B"),
     select: list[str] = typer.Option([], help="keep rows by FILE.npy (flags, row numbers) or FILE.npy=VALUE"),
     allow_expansion: bool = typer.Option(
-        False, "--allow-expansion", help="read files that unfold to more than 100 times their size"
+        False, "--allow-expansion", help="read files that expand to more than 100 times their size"
     ),
     plan: Plan = False,
     assume: Assume = None,
     json: bool = typer.Option(False, "--json", help="print the result as JSON on stdout"),
 ) -> None:
-    """Import foreign files of vectors as a feature set.
+    """Import files of vectors as a feature set.
 
-    Vectors are L2-normalised. A killed import continues when the same command is given again.
+    Vectors are L2-normalised. A killed import continues when the same command is run again.
 
     Example: lattqe import vectors.npy --ids names.txt --labels classes.txt --to features
     """
@@ -174,11 +176,11 @@ def _inputs(files: dict[str, str], local: dict[str, str]) -> dict[str, dict[str,
 app = command(main)
 
 
-To = Annotated[str, typer.Option("--to", help="folder or s3://bucket/prefix that the feature sets go below")]
+To = Annotated[str, typer.Option("--to", help="folder or s3://bucket/prefix for the feature sets")]
 Dtype = Annotated[str, typer.Option(help="float16 or float32")]
 Json = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")]
 
-dataset_app, dataset_command = group("dataset", "Published files of a data set become feature sets, checked.")
+dataset_app, dataset_command = group("dataset", "Turn the published files of a data set into checked feature sets.")
 
 
 @dataset_command
@@ -194,7 +196,7 @@ def revisited(
     dtype: Dtype = "float16",
     json: Json = False,
 ) -> None:
-    """Revisited Oxford and Paris; scores without expansion stand beside the paper's golden numbers.
+    """Revisited Oxford and Paris; prints scores without expansion next to the paper's golden numbers.
 
     Example: lattqe dataset revisited published --to data
     """
@@ -246,7 +248,7 @@ def sfm120k(
 def photos(
     source: Annotated[str, typer.Argument(help="folder or s3:// prefix with NAME_vectors.npy, NAME_labels.npy, ...")],
     to: To,
-    columns: Annotated[int | None, typer.Option(min=1, help="keep the first so many columns")] = None,
+    columns: Annotated[int | None, typer.Option(min=1, help="keep only this many columns, the first ones")] = None,
     json: Json = False,
 ) -> None:
     """Labelled photographs: train, validation and test splits of every set that is there.
@@ -261,10 +263,10 @@ def photos(
 @dataset_command
 def synthetic(
     to: To,
-    seed: Annotated[int, typer.Option(min=0, help="another seed is another world")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="random seed of the world")] = 0,
     dim: Annotated[int, typer.Option(min=2, help="dimensions of the descriptors")] = 128,
-    scale: Annotated[float, typer.Option(min=0.01, help="times as many landmarks and background images")] = 1.0,
-    distractors: Annotated[int, typer.Option(min=0, help="unlabelled rows beside the test sets")] = 20_000,
+    scale: Annotated[float, typer.Option(min=0.01, help="scale the number of landmarks and background images")] = 1.0,
+    distractors: Annotated[int, typer.Option(min=0, help="number of distractor rows")] = 20_000,
     json: Json = False,
 ) -> None:
     """A world of landmarks: training, validation, two test sets with graded ground truth, distractors.
@@ -278,7 +280,7 @@ def synthetic(
 
 
 def _prepare(prepare: "Callable[[Progress], Report]", to: str, json: bool) -> None:
-    """Make feature sets with a bar for each, then tell what was made."""
+    """Make feature sets with a bar for each, then report what was made."""
     with _Bars() as bars:
         report = prepare(bars.advance)
     _tell(report, to, json)
@@ -293,7 +295,7 @@ class _Bars(ExitStack):
         return self
 
     def advance(self, name: str, rows: int, total: int) -> None:
-        """Say that so many more rows of a set are written."""
+        """Record that `rows` more rows of a set are written."""
         if name != self.name:
             self.close()
             self.name, self.bar = name, self.enter_context(progress_bar(name, total))
@@ -301,7 +303,7 @@ class _Bars(ExitStack):
 
 
 def _tell(report: "Report", to: str, json: bool) -> None:
-    """Show what was made, what was assumed, and how the plain scores stand to the published ones."""
+    """Show what was made, what was assumed, and how the plain scores compare with the published ones."""
     from lattqe.datasets.revisited import golden_differences, published
 
     golden = published()["golden"]["map"]
@@ -330,9 +332,9 @@ def _tell(report: "Report", to: str, json: bool) -> None:
         screen.print(
             f"{name}: "
             + (
-                "these are not the paper's features: its golden numbers do not come out"
+                "these are not the paper's features: its golden numbers are not reproduced"
                 if found
-                else "the golden numbers of the paper's features come out"
+                else "the paper's golden numbers are reproduced"
             ),
             soft_wrap=True,
         )

@@ -138,7 +138,7 @@ def checked_device(method: "Method", here: bool) -> str:
     return device.type
 
 
-HERE = {"where": "in this process: --workers or --address ask for Ray"}
+HERE = {"where": "in this process (--workers or --address use Ray)"}
 
 
 def augment_here(task: "Augmentation", done: "Manifest | None" = None) -> Made:
@@ -233,7 +233,7 @@ def show_hops(task: "Augmentation", workers: int, where: dict[str, Any]) -> None
     show_table(
         "hops",
         {
-            "hops": f"{task.hops}, each with a share of {task.hop_alpha:g} from the neighbors",
+            "hops": f"{task.hops}, each taking a share of {task.hop_alpha:g} from the neighbors",
             "edges": f"{original.rows:,} × {edges.k}, {human_bytes(edges.manifest.total_bytes)} in {task.edges}",
             **work.facts,
             "kept meanwhile": f"{human_bytes(work.scratch)} in {task.to}/_work",
@@ -271,7 +271,7 @@ def _augment(task: "Augmentation", workers: int | None, reach: str, process: int
         pending,
         {
             "workers": workers,
-            "reach of vectors": f"{chosen.how}{shards}: {chosen.reason}",
+            "access to vectors": f"{chosen.how}{shards}: {chosen.reason}",
             "memory of a worker": human_bytes(memory.total),
             "of which": ", ".join(f"{name} {human_bytes(size)}" for name, size in memory.parts().items()),
         },
@@ -333,7 +333,7 @@ def spared_by(task: "Augmentation", summary: "AugmentSummary") -> str | None:
     method, rows = create(task.method, **task.params), FeatureSet.open(task.features).rows
     flops = spared(method, task.k, rows, summary.expanded, summary.tables)
     return (
-        f"{flops / 1e9:,.1f} GFLOP spared; the tables took "
+        f"{flops / 1e9:,.1f} GFLOP saved; the tables took "
         f"{summary.seconds['sharing']:.2f} s of {sum(summary.seconds.values()):.2f} s of work"
     )
 

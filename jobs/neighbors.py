@@ -44,39 +44,39 @@ RECALL = 0.95
 # Options of this verb alone.
 Against = Annotated[
     str | None,
-    typer.Option(help="A second set (distractors), its rows numbered after the first's: the graph of both together."),
+    typer.Option(help="A second set (distractors), numbered after the first: compute the graph of both together."),
 ]
 ScheduleOption = Annotated[
     Schedule,
     typer.Option(
-        help="pairs: two blocks are compared once, for both; rows: each block has one worker, which reads all "
-        "others and writes its lists once; auto: what takes less time. The same graph."
+        help="pairs: compare two blocks once, for both; rows: one worker per block, which reads all other rows and "
+        "writes its lists once; auto: the faster one. The graph is the same."
     ),
 ]
 EngineOption = Annotated[
-    Engine, typer.Option(help="faiss: it finds the candidates, each list is certified; the same graph.")
+    Engine, typer.Option(help="faiss: let faiss find candidates, then certify each list; the graph is the same.")
 ]
 Approximate = Annotated[
     bool,
     typer.Option(
-        "--approximate", help="Miss some neighbors, for speed: how many is measured, and kept with the graph."
+        "--approximate", help="Trade some neighbors for speed; the recall is measured and stored with the graph."
     ),
 ]
 Recall = Annotated[
-    float | None, typer.Option(help=f"Of --approximate: share of the true neighbors to find; by default {RECALL}.")
+    float | None, typer.Option(help=f"With --approximate: share of the true neighbors to find; default {RECALL}.")
 ]
 
 
 def main(
     features: Annotated[str, typer.Argument(help="The feature set: a folder or s3://bucket/prefix.")],
     to: Annotated[str, typer.Option("--to", help="Where the graph goes.")],
-    k: Annotated[int, typer.Option("-k", min=1, help="Neighbors for each row, never the row itself.")] = 64,
+    k: Annotated[int, typer.Option("-k", min=1, help="Neighbors per row, never the row itself.")] = 64,
     against: Against = None,
-    into: Annotated[str | None, typer.Option(help="The second set's own graph, made before and shared.")] = None,
+    into: Annotated[str | None, typer.Option(help="The existing graph of the second set.")] = None,
     workers: Workers = None,
     address: Address = None,
     cache: Cache = None,
-    block_rows: Annotated[int | None, typer.Option(min=1, help="Rows of a block; by default as fit.")] = None,
+    block_rows: Annotated[int | None, typer.Option(min=1, help="Rows per block; default: as many as fit.")] = None,
     schedule: ScheduleOption = Schedule.auto,
     engine: EngineOption = Engine.lattqe,
     approximate: Approximate = False,
@@ -87,7 +87,7 @@ def main(
 ) -> None:
     """Find the exact k nearest neighbors of every row among all other rows.
 
-    Killed at any time, the same command goes on where it stopped. Example: lattqe neighbors features -k 64 --to graph
+    After a kill, the same command continues where it stopped. Example: lattqe neighbors features -k 64 --to graph
     """
     from lattqe.search.stored import GraphTask, check_sets, open_sets
     from lattqe.store import open_place
@@ -172,13 +172,13 @@ def wanted_recall(
 
     if not approximate:
         if recall is not None:
-            raise LattqeError("--recall belongs to --approximate: an exact graph finds all neighbors")
+            raise LattqeError("--recall needs --approximate: an exact graph finds all neighbors")
         return None
     given = {"--against": against, "--block-rows": block_rows}
     given |= {"--engine faiss": engine is Engine.faiss or None, "--schedule": schedule is not Schedule.auto or None}
     for option, value in given.items():
         if value is not None:
-            raise LattqeError(f"{option} belongs to exact graphs: leave out {option} or --approximate")
+            raise LattqeError(f"{option} applies to exact graphs only: leave out {option} or --approximate")
     recall = RECALL if recall is None else recall
     check_recall(recall)
     return recall
@@ -206,9 +206,9 @@ def approximate_neighbors(task: "GraphTask", workers: int | None, here: bool) ->
         "plan",
         {
             "rows": f"{features.rows:,} × {features.dim} {features.dtype}, k = {task.k}",
-            "not exact": f"recall {task.recall:g} is asked for; what is reached is measured first, and kept",
-            "clusters": f"{cluster_count(features.rows, task.k):,}, as many of them for each row as that takes",
-            "where": "in this process: --workers or --address ask for Ray" if here else "clusters here, parts on Ray",
+            "not exact": f"target recall {task.recall:g}; the recall reached is measured and stored",
+            "clusters": f"{cluster_count(features.rows, task.k):,}, each row in as many as the recall needs",
+            "where": "in this process (--workers or --address use Ray)" if here else "clusters here, parts on Ray",
             "parts": f"{len(pending.part_rows)}, {len(pending.part_rows) - len(pending.missing())} of them done",
             "graph": human_bytes(8 * task.k * features.rows),
         },
@@ -235,16 +235,16 @@ def approximate_neighbors(task: "GraphTask", workers: int | None, here: bool) ->
 
 
 def promise(manifest: "Manifest") -> dict[str, Any]:
-    """What became of the recall that was asked for; nothing to say of an exact graph."""
+    """What became of the recall that was requested; nothing to say of an exact graph."""
     if manifest.approximation is None or "measured" not in manifest.config:
         return {}
     measured, wanted = manifest.config["measured"], manifest.config["recall"]
     expected, overlap = measured["overlap_planned"], measured["overlap"]
     words = f"each row in {overlap} of {measured['clusters']} clusters"
     if overlap > expected:
-        words += f", raised from {expected}, which had too few neighbors"
+        words += f", raised from {expected}, which found too few neighbors"
     if not measured["kept"]:
-        words += "; more would be more work than an exact graph: leave --approximate out"
+        words += "; more would cost more than an exact graph: leave --approximate out"
     kept = "kept" if measured["kept"] else "MISSED"
     return {"exact": False, "recall": manifest.approximation, "promise": f"{wanted:g} {kept}: {words}"}
 
@@ -265,7 +265,7 @@ def neighbors_here(task: "GraphTask") -> "tuple[Manifest, dict[str, Any]]":
         "plan",
         {
             "rows": f"{rows:,} × {dim} {sets[0].dtype}, k = {task.k}",
-            "where": "in this process: --workers or --address ask for Ray",
+            "where": "in this process (--workers or --address use Ray)",
             "graph": human_bytes(work.stored),
             "products": f"{work.flops / 1e12:.3g} TFLOP in {kind}",
             "expected time": f"{human_time(work.worker_seconds)} at {2e-9 * rate * dim:.0f} GFLOP/s",

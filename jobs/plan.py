@@ -23,25 +23,23 @@ if TYPE_CHECKING:
 Workers = Annotated[
     int | None,
     typer.Option(
-        min=1,
-        help="Ray workers; by default none up to 50,000 rows, which are "
-        "worked on in this process, else one for each GPU, or CPU.",
+        min=1, help="Ray workers; default: none (in this process) up to 50,000 rows, else one per GPU or CPU."
     ),
 ]
-Address = Annotated[str | None, typer.Option(help="A running Ray cluster; by default $RAY_ADDRESS, or this machine.")]
-Cache = Annotated[str | None, typer.Option(help="Node-local folder for rows that live on S3.")]
-# Options of every job that does sizeable work.
+Address = Annotated[str | None, typer.Option(help="A running Ray cluster; default: $RAY_ADDRESS, or this machine.")]
+Cache = Annotated[str | None, typer.Option(help="Node-local cache folder for rows stored on S3.")]
+# Options of every job that can be large.
 Plan = Annotated[
     bool,
     typer.Option(
-        "--plan", help="Print rows, products, bytes, requests, memory, time and money, and stop; nothing is written."
+        "--plan", help="Print rows, products, bytes, requests, memory, time and cost, and stop; nothing is written."
     ),
 ]
 Assume = Annotated[
     str | None,
     typer.Option(
-        help='With --plan: a cluster that is not there, as in "nodes=16,gpus=1,cpus=8,tflops=120,network=1.2GB/s,'
-        'price=0.5"; "measured=FILE" takes what `lattqe doctor --gpu --json` found.'
+        help='With --plan: plan for this cluster instead, as in "nodes=16,gpus=1,cpus=8,tflops=120,network=1.2GB/s,'
+        'price=0.5"; "measured=FILE" reads what `lattqe doctor --gpu --json` measured.'
     ),
 ]
 DISK_SPEED = 1e9  # bytes a second of a local disk: assumed
@@ -49,7 +47,7 @@ DISK_SPEED = 1e9  # bytes a second of a local disk: assumed
 
 @contextmanager
 def on_ray(address: str | None = None) -> Iterator[None]:
-    """A Ray session around the body; that one starts is told, because it takes seconds."""
+    """A Ray session around the body; starting one is announced, because it takes seconds."""
     import ray
 
     from cluster.session import ray_session
@@ -72,10 +70,10 @@ def setting(
     *,
     always_on_ray: bool = False,
 ) -> "Setting | None":
-    """Where the job that is to be planned would run; None: it is not to be planned but done."""
+    """Where the planned job would run; None if it is to be run, not planned."""
     if not plan:
         if assume is not None:
-            raise LattqeError("--assume belongs to --plan: add --plan, or leave it out")
+            raise LattqeError("--assume needs --plan: add it, or leave --assume out")
         return None
     from cluster import runs_here
     from lattqe.cost.plans import Setting, parse_assumption
@@ -165,7 +163,7 @@ def stage_rows(cost: "Cost", work: "Work") -> dict[str, str]:
         "read": human_bytes(work.read),
         "written": human_bytes(work.written),
         "gathered from other workers": human_bytes(work.gathered) if work.gathered else "",
-        "requests": requests_text(asked) if cost.remote else "none: a local disk",
+        "requests": requests_text(asked) if cost.remote else "none (local disk)",
         "memory of a worker": human_bytes(work.worker_bytes),
         "in storage meanwhile": human_bytes(work.scratch) if work.scratch else "",
         "in storage afterwards": human_bytes(work.stored) if work.stored else "",
@@ -187,16 +185,16 @@ def totals(cost: "Cost") -> dict[str, str]:
         "workers": f"{machines.workers} with {machines.threads} cores each",
         "memory of a worker": f"{human_bytes(cost.worker_bytes)} of {human_bytes(machines.budget)}",
         "time": human_time(cost.seconds),
-        "money": money(cost),
+        "cost": money(cost),
     }
 
 
 def money(cost: "Cost") -> str:
-    """Dollars, or how to get them told."""
+    """Dollars, or how to have them computed."""
     asked = f", requests ${cost.requests.dollars:,.2f}" if cost.remote else ""
     if not cost.machines.price:
-        return f'no price is known: --assume "price=0.5" (dollars for a node and hour){asked}'
-    return f"${cost.dollars:,.2f} with 10 minutes for the nodes to start{asked}"
+        return f'unknown: give --assume "price=0.5" (dollars per node and hour){asked}'
+    return f"${cost.dollars:,.2f} including 10 minutes for the nodes to start{asked}"
 
 
 def human_time(seconds: float) -> str:
@@ -216,26 +214,28 @@ def amount(value: float, unit: str) -> str:
 
 
 def main(
-    sizes: Annotated[list[str], typer.Argument(metavar="ROWSxCOLUMNS...", help="Sets, as in 100000000x512.")],
+    sizes: Annotated[
+        list[str], typer.Argument(metavar="ROWSxCOLUMNS...", help="Sizes of the data, as in 100000000x512.")
+    ],
     k: Annotated[int, typer.Option("-k", min=1, help="Neighbors of each row in the graph.")] = 64,
     method: Annotated[
         str | None,
-        typer.Option(help="Also augment by this method; 'paper': the paper's network of as many columns, nDBA 48."),
+        typer.Option(help="Also augment with this method; 'paper': the paper's network with as many columns, nDBA 48."),
     ] = None,
-    hops: Annotated[int | None, typer.Option(min=1, max=64, help="Hops; by default the method's own.")] = None,
+    hops: Annotated[int | None, typer.Option(min=1, max=64, help="Hops; default: the method's own.")] = None,
     dtype: Annotated[str, typer.Option(help="float16 or float32.")] = "float16",
-    cache: Annotated[bool, typer.Option("--cache", help="Nodes keep on disk what they read from S3.")] = False,
+    cache: Annotated[bool, typer.Option("--cache", help="Nodes cache what they read from S3 on disk.")] = False,
     assume: Annotated[
         list[str] | None,
         typer.Option(
-            help='A cluster, as in "nodes=16,gpus=1,tflops=120,network=1.2GB/s,price=0.5"; one for each set. '
-            '"measured=FILE" takes what `lattqe doctor --gpu --json` found.'
+            help='A cluster, as in "nodes=16,gpus=1,tflops=120,network=1.2GB/s,price=0.5"; one per size. '
+            '"measured=FILE" reads what `lattqe doctor --gpu --json` measured.'
         ),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print one table in Markdown on stdout.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON on stdout.")] = False,
 ) -> None:
-    """Say what a graph and an augmentation of sets that are not there would take, with everything on S3.
+    """Plan a graph and an augmentation for data of any size on any cluster, with everything on S3.
 
     Example: lattqe plan 100000000x512 -k 64 --method paper --assume "nodes=16,gpus=1,tflops=10,price=0.5"
     """
@@ -269,7 +269,7 @@ def main(
 
 
 def hypothetical(rows: "Rows", k: int, method: str | None, hops: int | None, where: "Setting") -> "list[Work]":
-    """The stages of a graph, and of an augmentation where a method is named, over rows that are not there."""
+    """The stages of a graph, and of an augmentation where a method is named, of hypothetical rows."""
     from lattqe.cost import plans
     from lattqe.cost.augment import weighing, weighing_of
     from lattqe.cost.work import Stored
@@ -314,10 +314,10 @@ def markdown_table(columns: "Sequence[tuple[Rows, Cost]]") -> list[str]:
         ("read, written", lambda cost, work: f"{decimal(work.read)}, {decimal(work.written)}"),
         ("gathered from shards", lambda cost, work: decimal(work.gathered) if work.gathered else ""),
         ("requests: PUT, GET", lambda cost, work: f"{work.requests.puts:,}, {work.requests.gets:,}"),
-        ("in storage meanwhile, afterwards", lambda cost, work: f"{decimal(work.scratch)}, {decimal(work.stored)}"),
+        ("in storage during, after", lambda cost, work: f"{decimal(work.scratch)}, {decimal(work.stored)}"),
         ("memory of a worker", lambda cost, work: decimal(work.worker_bytes)),
-        ("time of arithmetic", lambda cost, work: human_time(work.worker_seconds / cost.machines.workers)),
-        ("time of moving bytes", lambda cost, work: human_time(cost.moving(work))),
+        ("compute time", lambda cost, work: human_time(work.worker_seconds / cost.machines.workers)),
+        ("transfer time", lambda cost, work: human_time(cost.moving(work))),
     ]
     for number, work in enumerate(columns[0][1].stages):
         for name, text in each:
@@ -326,11 +326,11 @@ def markdown_table(columns: "Sequence[tuple[Rows, Cost]]") -> list[str]:
     lines += [
         ("all: time", [human_time(cost.seconds) for _, cost in columns]),
         (
-            "nodes, with 10 min of start",
+            "nodes, including 10 min to start",
             [f"${cost.dollars - cost.requests.dollars:,.2f}" if cost.machines.price else "" for _, cost in columns],
         ),
         ("S3 requests", [f"${cost.requests.dollars:,.2f}" for _, cost in columns]),
-        ("S3, what stays, a month", [f"${monthly(rows, cost):,.2f}" for rows, cost in columns]),
+        ("S3 storage, per month", [f"${monthly(rows, cost):,.2f}" for rows, cost in columns]),
     ]
     heads = [f"{count(rows.stored.rows)} × {rows.dim}, {cost.machines.size}" for rows, cost in columns]
     table = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(columns)) + "|"]

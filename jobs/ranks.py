@@ -15,19 +15,18 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    ranks: Annotated[str, typer.Argument(help="Ranks that `lattqe search` wrote: a folder or s3://bucket/prefix.")],
+    ranks: Annotated[str, typer.Argument(help="Ranks written by `lattqe search`: a folder or s3://bucket/prefix.")],
     truth: Annotated[
         str,
         typer.Option(
-            help="A ground-truth file, gnd_*.pkl or .json; or 'labels': relevant is what "
-            "has the query's label, by name where labels have names."
+            help="A ground-truth file, gnd_*.pkl or .json; or 'labels': rows with the query's label are relevant."
         ),
     ] = "labels",
-    at: Annotated[str, typer.Option(help="Precision at these k, by commas.")] = "1,5,10",
+    at: Annotated[str, typer.Option(help="Comma-separated k for precision at k.")] = "1,5,10",
     csv: Annotated[Path | None, typer.Option(help="Write each query's results to this file.")] = None,
-    database: Annotated[str | None, typer.Option(help="The set that was searched, where it has moved.")] = None,
-    queries: Annotated[str | None, typer.Option(help="The queries, where they have moved.")] = None,
-    distractors: Annotated[str | None, typer.Option(help="The distractors, where they have moved.")] = None,
+    database: Annotated[str | None, typer.Option(help="The searched set, if it has moved.")] = None,
+    queries: Annotated[str | None, typer.Option(help="The queries, if they have moved.")] = None,
+    distractors: Annotated[str | None, typer.Option(help="The distractors, if they have moved.")] = None,
     json: Json = False,
 ) -> None:
     """Score stored ranks against a ground truth or labels: mAP and mP@k, in percent.
@@ -69,7 +68,7 @@ def evaluate(
     for name, one in scores.items():
         show_table(f"{name}: {ranks}", readable(one))
     if csv is not None:
-        screen.print(f"each query in {csv}", markup=False)
+        screen.print(f"per-query results: {csv}", markup=False)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -79,7 +78,7 @@ def numbers(text: str) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if not found or min(found) < 1:
-        raise LattqeError(f"--at is {text!r}: give whole numbers from 1 by commas, such as 1,5,10")
+        raise LattqeError(f"--at is {text!r}: give whole numbers from 1, separated by commas, such as 1,5,10")
     return found
 
 
@@ -120,15 +119,15 @@ evaluate_app = command(evaluate)
 
 
 def gallery(
-    ranks: Annotated[str, typer.Argument(help="What lattqe search made: a folder or s3://bucket/prefix.")],
+    ranks: Annotated[str, typer.Argument(help="Ranks written by `lattqe search`: a folder or s3://bucket/prefix.")],
     images: Annotated[
         list[str],
         typer.Option("--images", help="Folder or s3:// prefix with the images, named by their ids; may be repeated."),
     ],
     to: Annotated[str, typer.Option("--to", help="The page: a file or s3://bucket/name.html.")] = "gallery.html",
-    against: Annotated[str | None, typer.Option(help="Other ranks of the same queries, shown before these.")] = None,
+    against: Annotated[str | None, typer.Option(help="Other ranks of the same queries, shown above these.")] = None,
     truth: Annotated[
-        str | None, typer.Option(help="Ground truth gnd_*.pkl or .json; else labels, if there are any.")
+        str | None, typer.Option(help="Ground truth, gnd_*.pkl or .json; default: labels, if there are any.")
     ] = None,
     setup: Annotated[
         str | None, typer.Option(help="easy, medium or hard of a revisited ground truth; default medium.")
@@ -138,16 +137,16 @@ def gallery(
         typer.Option(help="change, gain, loss, worst, best or order; default: change with --against, else worst."),
     ] = None,
     queries: Annotated[int, typer.Option(min=1, help="Queries to show.")] = 200,
-    results: Annotated[int, typer.Option(min=1, help="Results of each list to show.")] = 10,
-    database: Annotated[str | None, typer.Option(help="Where the searched features are now, if they moved.")] = None,
+    results: Annotated[int, typer.Option(min=1, help="Results to show per list.")] = 10,
+    database: Annotated[str | None, typer.Option(help="The searched features, if they have moved.")] = None,
     query_features: Annotated[
-        str | None, typer.Option("--query-features", help="Where the queries' features are now.")
+        str | None, typer.Option("--query-features", help="The queries' features, if they have moved.")
     ] = None,
-    distractors: Annotated[str | None, typer.Option(help="Where the distractors are now.")] = None,
+    distractors: Annotated[str | None, typer.Option(help="The distractors, if they have moved.")] = None,
     title: Annotated[str | None, typer.Option(help="Heading of the page; default: the name of the ranks.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
 ) -> None:
-    """Show queries with their first results; right and wrong framed, largest gains and losses first.
+    """Show queries with their first results, right and wrong ones framed; largest gains and losses first.
 
     Example: lattqe gallery ranks --against plain-ranks --images photos --to gallery.html
     """
@@ -193,7 +192,7 @@ def _page(to: str) -> tuple[Any, str]:
     whole = open_place(to).uri
     folder, _, name = whole.rpartition("/")
     if not name.endswith((".html", ".htm")):
-        raise LattqeError(f"--to {to}: give the name of a page, as in gallery.html")
+        raise LattqeError(f"--to {to}: give the name of an HTML file, such as gallery.html")
     return open_place(folder or "/"), name
 
 

@@ -30,22 +30,24 @@ def main(
     database: Annotated[str, typer.Argument(help="The feature set to search: a folder or s3://bucket/prefix.")],
     queries: Annotated[str, typer.Argument(help="The feature set of the queries.")],
     to: Annotated[str, typer.Option("--to", help="Where the ranks go.")],
-    k: Annotated[int, typer.Option("-k", min=1, help="Rows for each query.")] = 100,
+    k: Annotated[int, typer.Option("-k", min=1, help="Results per query.")] = 100,
     expand: Annotated[str | None, typer.Option(help=f"Expand queries: {NAMES}.")] = None,
     nqe: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Neighbors to expand from; by default the model's, over an "
-            "augmented index those chosen for it; or the paper's.",
+            help="Neighbors to expand from; default: the model's (for an augmented index, its number with DBA), or the "
+            "paper's for the method.",
         ),
     ] = None,
     params: dict[str, Any] | None = None,
-    distractors: Annotated[str | None, typer.Option(help="A feature set whose rows follow the database's.")] = None,
+    distractors: Annotated[
+        str | None, typer.Option(help="A feature set whose rows are appended to the database's.")
+    ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Shards on Ray; by default none up to 50,000 rows, else one for each GPU, or by CPUs and rows."
+            min=1, help="Shards on Ray; default: none up to 50,000 rows, else one per GPU, or by CPUs and rows."
         ),
     ] = None,
     address: Address = None,
@@ -74,6 +76,9 @@ def main(
         return
     if k > rows:
         screen.print(f"note: k = {k:,} is more than the {rows:,} rows: lists are padded", markup=False, soft_wrap=True)
+    if expansion is not None and expansion.k > rows:
+        note = f"note: nQE = {expansion.k:,} is more than the {rows:,} rows: all of them are weighed"
+        screen.print(note, markup=False, soft_wrap=True)
     note_approximate(*sources)
     pending = begin_ranks(to, k, sources, asked, expansion)
     facts: dict[str, Any] = {"ranks": to, "queries": asked.rows, "k": k}
@@ -110,7 +115,7 @@ def open_index(
         from lattqe.device import gpu_or_none
         from lattqe.search.index import StoredIndex
 
-        yield StoredIndex(sources, gpu_or_none()), {"where": "in this process: --workers or --address ask for Ray"}
+        yield StoredIndex(sources, gpu_or_none()), {"where": "in this process (--workers or --address use Ray)"}
         return
     with on_ray(address):
         from cluster.shards import ShardedIndex
@@ -245,13 +250,12 @@ def duplicates(
     graph: Annotated[
         str | None,
         typer.Option(
-            help="Its exact graph (lattqe neighbors); with --against: ranks of the "
-            "other set's rows in this one, if there are any."
+            help="Its graph, from `lattqe neighbors`; with --against: ranks of the other set in this one (optional)."
         ),
     ] = None,
-    threshold: Annotated[float, typer.Option(help="Cosine from which on two rows are near-duplicates.")] = 0.95,
-    against: Annotated[str | None, typer.Option(help="Another set: which of its rows are also in this one?")] = None,
-    to: Annotated[str | None, typer.Option("--to", help="Folder or s3:// prefix for duplicates.csv, .arrow.")] = None,
+    threshold: Annotated[float, typer.Option(help="Rows with at least this cosine are near-duplicates.")] = 0.95,
+    against: Annotated[str | None, typer.Option(help="Another set: find its rows that are also in this one.")] = None,
+    to: Annotated[str | None, typer.Option("--to", help="Folder or s3:// prefix for the tables.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
 ) -> None:
     """Find groups of near-duplicates in seconds, without a new search.
@@ -264,7 +268,7 @@ def duplicates(
     if against is not None:
         summary = _leakage(opened, against, graph, threshold, to)
     elif graph is None:
-        raise LattqeError(f"give --graph: `lattqe neighbors {features} -k 64 --to graph` makes it once")
+        raise LattqeError(f"give --graph: make it with `lattqe neighbors {features} -k 64 --to graph`")
     else:
         summary = _groups(opened, graph, threshold, to)
     show_table(
@@ -290,7 +294,7 @@ def _groups(features: Any, graph_uri: str, threshold: float, to: str | None) -> 
     if groups.full:
         screen.print(
             f"note: {groups.full:,} rows have {graph.k} near-duplicates or more: a graph with a larger -k may "
-            "join groups that are apart here",
+            "join groups that are separate here",
             soft_wrap=True,
         )
     summary = groups.summary()

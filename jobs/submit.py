@@ -46,10 +46,10 @@ PAD_FILE = "environment.pad"
 def main(
     job: Annotated[list[str], typer.Argument(help="The verb and its arguments, after `--`.")],
     address: Annotated[str, typer.Option(help="The cluster's dashboard.")] = "http://127.0.0.1:8265",
-    gpus: Annotated[int, typer.Option(min=0, help="Let an autoscaling cluster grow to so many GPUs first.")] = 0,
-    cpus: Annotated[int, typer.Option(min=0, help="Let an autoscaling cluster grow to so many CPUs first.")] = 0,
+    gpus: Annotated[int, typer.Option(min=0, help="Let an autoscaling cluster grow to this many GPUs first.")] = 0,
+    cpus: Annotated[int, typer.Option(min=0, help="Let an autoscaling cluster grow to this many CPUs first.")] = 0,
 ) -> None:
-    """Run a job on a cluster and return its exit code; storage settings (AWS_*, LATTQE_*) go with it, unseen by logs.
+    """Run a job on a cluster and return its exit code; storage settings (AWS_*, LATTQE_*) go with it, unlogged.
 
     Example: lattqe submit --address http://head:8265 -- augment s3://b/features --model s3://b/model --to s3://b/index
     """
@@ -135,18 +135,20 @@ def follow(client: "JobSubmissionClient", number: str) -> int:
     try:
         try:
             asyncio.run(tail())
-        except (OSError, RuntimeError) as error:  # the connection was cut; the job does not care
-            screen.print(f"the log broke off ({_first_line(error)}); waiting for the job to end", markup=False)
+        except (OSError, RuntimeError) as error:  # the connection was cut; the job is not affected
+            screen.print(
+                f"lost the connection to the log ({_first_line(error)}); waiting for the job to end", markup=False
+            )
         info = client.get_job_info(number)
         while not info.status.is_terminal():  # the log may end a moment before the job
             time.sleep(POLL_SECONDS)
             info = client.get_job_info(number)
     except KeyboardInterrupt as interrupt:
-        screen.print(f"{number} goes on; stop it with: ray job stop {number}")
+        screen.print(f"{number} keeps running; stop it with: ray job stop {number}")
         raise SystemExit(EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED) from None
     except (OSError, RuntimeError) as error:
         raise LattqeError(
-            f"the cluster does not answer any more ({_first_line(error)}); {number} may go on: ask with "
+            f"the cluster no longer answers ({_first_line(error)}); {number} may still be running: check with "
             f"`ray job status {number}`"
         ) from error
     if info.driver_exit_code is not None:
@@ -168,16 +170,20 @@ def doctor(
     place: Annotated[
         str | None, typer.Argument(help="A folder or s3:// address that every node must be able to write.")
     ] = None,
-    address: Annotated[str | None, typer.Option(help="A running Ray cluster. [default: $RAY_ADDRESS, or here]")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="A running Ray cluster; default: $RAY_ADDRESS, or this machine.")
+    ] = None,
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="Test this machine's GPU instead: bounds, bytes, a kill, rates.")
+        bool, typer.Option("--gpu", help="Test this machine's GPU instead: error bounds, results, a kill, speed.")
     ] = False,
     device: Annotated[
-        str | None, typer.Option(help="With --gpu: cuda, cuda:N, or cpu to try the run itself. [default: cuda]")
+        str | None, typer.Option(help="With --gpu: cuda, cuda:N, or cpu to try it without a GPU; default cuda.")
     ] = None,
     json: Annotated[
         bool,
-        typer.Option("--json", help="Print the findings as JSON on stdout; with --gpu --assume of a plan reads them."),
+        typer.Option(
+            "--json", help="Print the findings as JSON on stdout; `--assume measured=FILE` reads those of --gpu."
+        ),
     ] = False,
 ) -> None:
     """Check every node of a cluster, and whether storage can be written; exit code 1 if there is something to fix.
@@ -190,7 +196,7 @@ def doctor(
         accept_device(device or "cuda", json, place)
         return
     if device is not None:
-        raise LattqeError("--device belongs to --gpu: add --gpu, or leave it out")
+        raise LattqeError("--device needs --gpu: add it, or leave --device out")
     from cluster.monitor import examine, to_fix
     from cluster.session import ray_session
 
@@ -211,14 +217,14 @@ def doctor(
                 "driver, torch's CUDA": f"{report.driver or 'none'}, {report.cuda or 'none'}",
                 "shared memory free": human_bytes(report.shared_memory),
                 "disk free": human_bytes(report.disk),
-                "storage": report.storage or "not asked",
+                "storage": report.storage or "not tested",
             },
         )
     for line in lines:
         screen.print(f"fix: {line}", markup=False, soft_wrap=True)
     if lines:
         raise SystemExit(EXIT_TO_FIX)
-    screen.print(f"all well: {len(reports)} node{'s' if len(reports) != 1 else ''}")
+    screen.print(f"no problems found: {len(reports)} node{'s' if len(reports) != 1 else ''}")
 
 
 def accept_device(name: str, json: bool, place: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What is learned from feature sets: the verbs train (LAttQE), ablate (what each of its parts is worth) and whiten."""
+"""What is learned from feature sets: the verbs train (LAttQE), ablate (what its parts contribute) and whiten."""
 
 import json as json_module
 from contextlib import ExitStack
@@ -26,22 +26,24 @@ if TYPE_CHECKING:
 
 
 def main(
-    features: list[str] = typer.Argument(help="labelled feature sets; each is its own world for neighbors"),
+    features: list[str] = typer.Argument(help="labelled feature sets; neighbors come from within each set"),
     to: str = typer.Option(..., "--to", help="where the model goes: a folder or s3://bucket/prefix"),
     val: list[str] = typer.Option(..., "--val", help="labelled database to validate on; may be repeated"),
     queries: list[str] = typer.Option(
         [],
         "--queries",
-        help="labelled queries, one for each --val in the same order; without any, the rows of each "
-        "--val query each other, each leaving itself out (as do queries whose ids are in the database)",
+        help="labelled queries, one set per --val in the same order; without any, the rows of each --val query "
+        "each other, each leaving itself out (as do queries whose ids are in the database)",
     ),
-    neighbors: list[str] = typer.Option([], "--neighbors", help="graph of each feature set; else computed"),
+    neighbors: list[str] = typer.Option([], "--neighbors", help="graph of each feature set; default: computed"),
     preset: str = typer.Option("paper", "--preset", help="paper, photos, universal or demo: see docs/training.md"),
     settings: list[str] = typer.Option([], "--set", help="change a setting: steps=1000, network.heads=8, ..."),
-    workers: int = typer.Option(0, "--workers", help="processes that share each batch; 0: one for each GPU, or one"),
-    threads: int = typer.Option(0, "--threads", help="CPU threads of each worker; 0: an equal share"),
-    cache: str | None = typer.Option(None, "--cache", help="folder on each node that keeps features read from S3"),
-    address: str | None = typer.Option(None, "--address", help="a running Ray cluster; else one starts here"),
+    workers: int = typer.Option(0, "--workers", help="processes that share each batch; 0: one per GPU, or one"),
+    threads: int = typer.Option(0, "--threads", help="CPU threads per worker; 0: an equal share"),
+    cache: str | None = typer.Option(None, "--cache", help="node-local cache folder for features stored on S3"),
+    address: str | None = typer.Option(
+        None, "--address", help="a running Ray cluster; default: start one on this machine"
+    ),
     plan_only: Plan = False,
     assume: Assume = None,
     json: bool = typer.Option(False, "--json", help="print the result as JSON on stdout"),
@@ -50,7 +52,7 @@ def main(
 
     The best weights on the validation sets are kept; then the temperature for database rows is trained, and the
     numbers of neighbors for queries (nQE) and for the database (nDBA) are chosen. A killed training continues from its
-    last checkpoint when the same command is given again, with any number of workers.
+    last checkpoint when the same command is run again, with any number of workers.
 
     Example: lattqe train sfm-train --val sfm-val --queries sfm-val-queries --preset paper --to model
     """
@@ -78,7 +80,7 @@ def main(
         with ray_session(address):
             train_with_progress(plan, workers, threads)
     else:
-        screen.print(f"{to} holds this very model already")
+        screen.print(f"{to} already holds this model")
     result = _result(to)
     _show_result(result)
     if json:
@@ -139,7 +141,7 @@ def _plan_rows(plan: Any) -> dict[str, Any]:
         counts = np.unique(FeatureSet.open(uri).labels(), return_counts=True)[1]
         images, classes, single = images + counts.sum(), classes + len(counts), single + (counts == 1).sum()
     parameters = sum(tensor.numel() for tensor in LAttQE(config.network).parameters())
-    skipped = f", {single} of one image only: never queries" if single else ""
+    skipped = f", {single} with a single image: never queries" if single else ""
     return {
         "training": f"{images:,} images × {config.network.dim}, {classes:,} classes{skipped}",
         "validation": ", ".join(database.rsplit("/", 1)[-1] for database, _ in plan.validation),
@@ -185,20 +187,22 @@ def ablate(
     features: list[str] = typer.Argument(help="labelled feature sets, as for lattqe train"),
     to: str = typer.Option(..., "--to", help="folder or s3://bucket/prefix; each variant gets its own model in it"),
     val: list[str] = typer.Option(..., "--val", help="labelled database to validate on; may be repeated"),
-    queries: list[str] = typer.Option([], "--queries", help="labelled queries, one for each --val; see lattqe train"),
-    neighbors: list[str] = typer.Option([], "--neighbors", help="graph of each feature set; else computed"),
+    queries: list[str] = typer.Option([], "--queries", help="labelled queries, one set per --val; see lattqe train"),
+    neighbors: list[str] = typer.Option([], "--neighbors", help="graph of each feature set; default: computed"),
     preset: str = typer.Option("paper", "--preset", help="paper, photos or demo"),
     settings: list[str] = typer.Option([], "--set", help="change a setting in all variants: steps=1000, ..."),
-    only: list[str] = typer.Option([], "--only", help="train this variant; may be repeated; else all of them"),
-    workers: int = typer.Option(0, "--workers", help="processes that share each batch; 0: one for each GPU, or one"),
-    threads: int = typer.Option(0, "--threads", help="CPU threads of each worker; 0: an equal share"),
-    cache: str | None = typer.Option(None, "--cache", help="folder on each node that keeps features read from S3"),
-    address: str | None = typer.Option(None, "--address", help="a running Ray cluster; else one starts here"),
+    only: list[str] = typer.Option([], "--only", help="train only this variant; may be repeated; default: all"),
+    workers: int = typer.Option(0, "--workers", help="processes that share each batch; 0: one per GPU, or one"),
+    threads: int = typer.Option(0, "--threads", help="CPU threads per worker; 0: an equal share"),
+    cache: str | None = typer.Option(None, "--cache", help="node-local cache folder for features stored on S3"),
+    address: str | None = typer.Option(
+        None, "--address", help="a running Ray cluster; default: start one on this machine"
+    ),
     json: bool = typer.Option(False, "--json", help="print the result as JSON on stdout"),
 ) -> None:
-    """Train a model and its ablations (Table 2 of the paper), and print what each part is worth.
+    """Train a model and its ablations (Table 2 of the paper), and print how much each part contributes.
 
-    Every variant is chosen on validation as the full model is, nQE included. A killed run continues: finished variants
+    Every variant is chosen on validation like the full model, nQE included. A killed run continues: finished variants
     are kept. The models can be named as ablations in a benchmark run.
 
     Example: lattqe ablate features --val held-out --preset photos --to ablations
@@ -283,7 +287,7 @@ def learn(
     features: Annotated[str, typer.Argument(help="feature set to learn from; method learned needs its labels")],
     to: Annotated[str, typer.Option(help="where to write the whitening: folder or s3://bucket/prefix")],
     method: Annotated[str, typer.Option(help="pca (rotate), half, full, or learned (supervised by labels)")] = "half",
-    dim: Annotated[int | None, typer.Option(help="dimensions to keep; default all that vary")] = None,
+    dim: Annotated[int | None, typer.Option(help="dimensions to keep; default: all that vary")] = None,
     json: Json = False,
 ) -> None:
     """Learn a whitening from a feature set, reading it block by block.
@@ -307,9 +311,9 @@ def learn(
 @whiten_command
 def apply(
     features: Annotated[str, typer.Argument(help="feature set to whiten")],
-    whitening: Annotated[str, typer.Option(help="what `lattqe whiten learn` made")],
+    whitening: Annotated[str, typer.Option(help="whitening made by `lattqe whiten learn`")],
     to: Annotated[str, typer.Option(help="where to write the whitened features: folder or s3://bucket/prefix")],
-    dtype: Annotated[str | None, typer.Option(help="float16 or float32; default as the source")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float16 or float32; default: like the source")] = None,
     json: Json = False,
 ) -> None:
     """Whiten a feature set into a new one, with ids, labels and other columns as they are; a killed run continues.
@@ -330,13 +334,15 @@ def apply(
 
 @whiten_command
 def from_checkpoint(
-    checkpoint: Annotated[str, typer.Argument(help="network file of the published layout that carries a whitening")],
+    checkpoint: Annotated[str, typer.Argument(help="network file in the published layout that contains a whitening")],
     to: Annotated[str, typer.Option(help="where to write the whitening: folder or s3://bucket/prefix")],
-    training_set: Annotated[str | None, typer.Option(help="which one, where the file has several")] = None,
-    single_scale: Annotated[bool, typer.Option("--single-scale", help="the one for features of one scale")] = False,
+    training_set: Annotated[str | None, typer.Option(help="which one, if the file has several")] = None,
+    single_scale: Annotated[
+        bool, typer.Option("--single-scale", help="use the whitening for single-scale features")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Take the whitening that some published networks carry for their features (`meta['Lw']`).
+    """Extract the whitening that some published network files contain (`meta['Lw']`).
 
     Example: lattqe whiten from-checkpoint retrievalSfM120k-resnet101-gem.pth --to whitening
     """
@@ -348,7 +354,7 @@ def from_checkpoint(
 
 
 def _tell(summary: dict[str, Any], json: bool) -> None:
-    """Show the summary on the screen and, if asked for, to scripts."""
+    """Show the summary on the screen and, if requested, to scripts."""
     show_table("whitening" if "input_dim" in summary else "whitened features", summary)
     if json:
         print_json(summary)

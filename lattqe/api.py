@@ -1,6 +1,6 @@
 """The Python API, for notebooks: neighbors, search, expand, augment, evaluate and load, with arrays or addresses.
 
-Wherever vectors are asked for, give an array (n, D), L2-normalised, float16 or float32; or the address of a stored
+Wherever vectors are expected, give an array (n, D), L2-normalised, float16 or float32; or the address of a stored
 feature set, a folder or s3://bucket/prefix. Everything runs in this process and is exact unless asked otherwise.
 `progress(done, total)` is called as work is done.
 """
@@ -26,6 +26,7 @@ from lattqe.expansion.rows import augment_rows, expand_queries, list_lengths, sh
 from lattqe.model import LAttQE
 from lattqe.search import FlatIndex, knn_graph
 from lattqe.search.approximate import Recall, approximate_graph, check_recall, reason_for_exact
+from lattqe.search.graph import fastest_kind, sample_size
 from lattqe.search.stored import ProductClock
 from lattqe.store import FeatureSet, NeighborGraph, Ranks, open_place, read_manifest
 from lattqe.store.artifacts import model_address
@@ -34,6 +35,7 @@ from lattqe.store.artifacts import model_address
 ROW_BLOCK = 4096
 # How far a norm may be from 1: float16 vectors are normalised only so well.
 NORM_SLACK = 0.01
+MEASURED_ROWS = 20_000  # from which on half a second of measuring the kinds of products is small beside the graph
 
 Vectors = np.ndarray | str | Path
 Progress = Callable[[int, int], None]
@@ -89,7 +91,7 @@ def load(uri: str | Path) -> Features | Found | RankedQueries | LAttQE:
 
 class ApproximateFound(Found):
     """Lists that lack some neighbors: `recall` says how many have been found (mean, low, high, rows), `kept` whether
-    that is what was asked for. `recall` is None where the lists are exact after all, because there are few rows.
+    that is what was requested. `recall` is None where the lists are exact after all, because there are few rows.
     """
 
     recall: Recall | None = None
@@ -112,7 +114,10 @@ def neighbors(
         if reason_for_exact(len(x), k) is None:
             return _approximate_neighbors(x, k, recall, progress)
     total = max(len(x) * len(x) // 2, 1)
-    lists = knn_graph(x, k, device=gpu_or_none("auto"), clock=ProductClock(_counted(total, progress)))
+    device = gpu_or_none("auto")
+    sample = x[:: max(len(x) // sample_size(x.shape[1]), 1)]
+    kind = fastest_kind(sample, k, len(x), device)[0] if len(x) >= MEASURED_ROWS else None
+    lists = knn_graph(x, k, device=device, kind=kind, clock=ProductClock(_counted(total, progress)))
     return (ApproximateFound if approximate else Found)(*lists[::-1])
 
 
@@ -267,7 +272,7 @@ def evaluate(
         judged = JudgedRanks.open(str(ranks), str(truth) if isinstance(truth, str | Path) else None)
         return score_ranking(judged.ranks, given or judged.truth, ks=ks)
     if given is None and labels is None:
-        raise LattqeError("nothing says what is relevant: give truth, or labels with query_labels or query_rows")
+        raise LattqeError("it is not known what is relevant: give truth, or labels with query_labels or query_rows")
     if given is None:
         given = LabelTruth(np.asarray(labels), query_labels, query_rows)
     return score_ranking(ranks.I if isinstance(ranks, Found) else np.asarray(ranks), given, ks=ks)
@@ -277,7 +282,9 @@ def _method(method: str | Method, params: dict[str, Any], dba: bool = False) -> 
     if isinstance(method, str):
         return create(method, **(METHODS[method].row_params if dba and method in METHODS else {}) | params)
     if params:
-        raise LattqeError(f"{', '.join(params)} given beside a finished {method.name}: give them to create instead")
+        raise LattqeError(
+            f"{', '.join(params)} given with an already created {method.name}: give them to create instead"
+        )
     return method
 
 

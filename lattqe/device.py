@@ -27,7 +27,7 @@ def pick_device(name: str = "auto") -> torch.device:
     except RuntimeError as error:
         raise LattqeError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise LattqeError(f"device {name!r} asked for, but torch sees no GPU: use cpu, or install torch with CUDA")
+        raise LattqeError(f"device {name!r} requested, but torch sees no GPU: use cpu, or install torch with CUDA")
     return device
 
 
@@ -45,7 +45,7 @@ def room_on(device: torch.device) -> int:
 
 
 class Sender:
-    """Copies to a device; to a GPU from pinned memory and in a stream of its own, beside the device's other work."""
+    """Copies to a device; to a GPU from pinned memory and in its own stream, beside the device's other work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

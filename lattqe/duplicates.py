@@ -186,7 +186,7 @@ def find_leakage(
     asked = np.arange(other.rows) if sample is None else sample
     if ranks is None and search_cost(features, len(asked)) > LARGEST_SEARCH:
         raise LattqeError(
-            f"{other.rows:,} × {features.rows:,} rows are too many to be searched here: run "
+            f"{other.rows:,} × {features.rows:,} rows are too many to search in this process: run "
             f"`lattqe search {features.uri} {other.uri} -k 1 --to RANKS` and give --graph RANKS"
         )
     index = StoredIndex([features])
@@ -224,11 +224,11 @@ def leakage_warnings(
         rows = np.unique(np.concatenate([leak.rows for _, leak in leaks]))
         if len(rows):
             source, leak = next((one, leak) for one, leak in leaks if len(leak.rows))
-            looked = f"{len(sample):,} rows that were looked at" if len(sample) < other.rows else f"{other.rows:,} rows"
+            looked = f"{len(sample):,} sampled rows" if len(sample) < other.rows else f"{other.rows:,} rows"
             lines.append(
                 f"{len(rows):,} of {looked} of {other.uri} have a near-duplicate (cosine {threshold:g} or "
-                f"more) in training, {ids_of(other, leak.rows[:1])[0]!r} for one: validation will flatter; "
-                f"`lattqe duplicates {source.uri} --against {other.uri}` lists them"
+                f"more) in training, for example {ids_of(other, leak.rows[:1])[0]!r}: validation will be too "
+                f"optimistic; `lattqe duplicates {source.uri} --against {other.uri}` lists them"
             )
     return lines
 

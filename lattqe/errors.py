@@ -1,4 +1,4 @@
-"""What the library tells its callers: errors that a user can fix, and events.
+"""What the library reports to its callers: errors that a user can fix, and events.
 
 The message of an error is one line: what was wrong, the value, and the remedy. Events go through Python's `logging`, to
 the logger `lattqe.events`, with their fields in `record.fields`; nothing is printed anywhere unless a handler is added.

@@ -173,7 +173,7 @@ def learn(features: FeatureSet, method: str = "half", dim: int | None = None) ->
     if method not in METHODS:
         raise LattqeError(f"method {method!r} is not known: use one of {', '.join(METHODS)}")
     if dim is not None and not 1 <= dim <= features.dim:
-        raise LattqeError(f"dim {dim} is not within 1 and the features' {features.dim}")
+        raise LattqeError(f"dim {dim} is not between 1 and the features' {features.dim}")
     all_rows = moments(block for _, block in features.blocks(BLOCK_ROWS))
     if method == "learned":
         pairs = pair_moments((block for _, block in features.blocks(BLOCK_ROWS)), features.labels())
@@ -212,7 +212,7 @@ def _dimensions(values: np.ndarray, dim: int | None, needs_variance: bool) -> in
     if rank == 0:
         raise LattqeError("all rows are equal: there is nothing to whiten")
     if needs_variance and dim is not None and dim > rank:
-        raise LattqeError(f"dim {dim} asked for, but the rows vary in {rank} directions only: use at most --dim {rank}")
+        raise LattqeError(f"dim {dim} requested, but the rows vary in only {rank} directions: use at most --dim {rank}")
     return dim if dim is not None else (rank if needs_variance else len(values))
 
 

@@ -14,6 +14,7 @@ import lattqe
 from lattqe.augmentation import Augmentation, begin_index, build_index
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE, LAttQEConfig
+from lattqe.search.products import MklProducts
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter
 
@@ -68,6 +69,28 @@ def test_addresses_and_arrays_give_the_same(world):
     np.testing.assert_allclose(augmented, lattqe.load(world / "index").x, atol=1e-6)
 
 
+def test_many_rows_are_multiplied_by_the_kind_that_is_measured_fastest(world, monkeypatch):
+    expected = lattqe.neighbors(world / "database", 12)
+    asked = []
+
+    def measured(sample, k, rows, device):
+        asked.append((len(sample) <= rows, k, rows))
+        return "float32 torch", 1.0
+
+    monkeypatch.setattr("lattqe.api.fastest_kind", measured)
+    assert lattqe.neighbors(world / "database", 12).I.shape == (150, 12)
+    assert not asked
+    monkeypatch.setattr("lattqe.api.MEASURED_ROWS", 150)
+    kinds = []
+    monkeypatch.setattr(
+        MklProducts, "_product", lambda *given, real=MklProducts._product: kinds.append(1) or real(*given)
+    )
+    found = lattqe.neighbors(world / "database", 12)
+    assert (asked, bool(kinds)) == ([(True, 12, 150)], True)
+    np.testing.assert_array_equal(found.I, expected.I)
+    np.testing.assert_array_equal(found.D, expected.D)
+
+
 def test_over_an_augmented_index_the_number_chosen_for_it_is_taken(world, tmp_path):
     xq, model = world / "queries", str(world / "model")
     for database, chosen in (("database", 9), ("index", 3)):
@@ -109,7 +132,7 @@ def test_evaluate_takes_arrays_results_and_stored_ranks(world, tmp_path):
     for scores in results:
         np.testing.assert_array_equal(scores["label"].ap, results[0]["label"].ap)
     assert repr(results[0]["label"]).startswith("Scores(label: mAP ")
-    with pytest.raises(LattqeError, match="nothing says what is relevant"):
+    with pytest.raises(LattqeError, match="it is not known what is relevant"):
         lattqe.evaluate(found)
 
 

@@ -83,7 +83,7 @@ def test_brackets_in_a_help_text_are_shown():
         text=True,
         env={**os.environ, "COLUMNS": "200"},
     )
-    assert "A running Ray cluster. [default: $RAY_ADDRESS, or here]" in " ".join(done.stdout.split())
+    assert "A running Ray cluster. [default: $RAY_ADDRESS, or this machine]" in " ".join(done.stdout.split())
 
 
 SLEEPER = """
@@ -111,7 +111,7 @@ def test_a_signal_ends_a_job_with_one_line_and_its_code(number, code, word, tmp_
     job.send_signal(signal.Signals[number])
     _, shown = job.communicate()
     assert job.returncode == code
-    assert shown == f"{word}: sleep 2 of 9; what is finished is kept, run the same command again to go on\n"
+    assert shown == f"{word}: sleep 2 of 9; finished work is kept; run the same command again to continue\n"
     last = json.loads((tmp_path / "log").read_text().splitlines()[-1])
     assert (last["event"], last["signal"]) == ("interrupted", number)
 
@@ -191,5 +191,5 @@ def test_a_full_disk_for_temporary_files_is_one_line(capsys):
     with pytest.raises(SystemExit) as ended:
         guarded(fail)
     assert ended.value.code == 2
-    said = "error: the disk that /full/lattqe-import-x would lie on is full: free some, or set TMPDIR\n"
+    said = "error: the disk for /full/lattqe-import-x is full: free some space, or set TMPDIR\n"
     assert capsys.readouterr().err == said

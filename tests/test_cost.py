@@ -233,7 +233,7 @@ def test_an_assumption_is_read_with_its_units():
         ("nodes=0", "nodes is a whole number from 1"),
         ("nodes=1.5", "nodes is a whole number from 1"),
         ("gpus=-1", "gpus is a whole number from 0"),
-        ("price=-0.5", "price is dollars for a node and hour"),
+        ("price=-0.5", "price is dollars per node and hour"),
         ("price=nan", "price is dollars"),
         ("network=1.2", "network is such as 1.2GB/s"),
         ("network=-1GB/s", "network is such as 1.2GB/s"),
@@ -241,8 +241,8 @@ def test_an_assumption_is_read_with_its_units():
         ("network=fastGB/s", "network is such as 1.2GB/s"),
         ("memory=32", "memory is such as 32GB"),
         ("nodes=2,nodes=3", "names nodes twice"),
-        ("tflops=120", "tflops is of a GPU, and gpus is 0: add gpus=1"),
-        ("gpus=0,gpu_memory=24GB", "gpu_memory is of a GPU"),
+        ("tflops=120", "tflops needs a GPU, but gpus is 0: add gpus=1"),
+        ("gpus=0,gpu_memory=24GB", "gpu_memory needs a GPU"),
         ("measured=/nothing/here", "measured=/nothing/here: cannot be read"),
     ],
 )
@@ -255,12 +255,12 @@ def test_a_wrong_assumption_is_one_line_that_names_its_key(text, says):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "not what a doctor wrote"),
-        ("[]", "not what a doctor wrote"),
-        ('{"passed": true}', "not what a doctor wrote"),
-        ('{"passed": true, "machine": {"cpus": "many"}}', "not what a doctor wrote"),
+        ("{", "not written by doctor"),
+        ("[]", "not written by doctor"),
+        ('{"passed": true}', "not written by doctor"),
+        ('{"passed": true, "machine": {"cpus": "many"}}', "not written by doctor"),
         ('{"passed": false, "machine": {"cpus": 2}}', "failed its checks"),
-        ('{"passed": true, "machine": {"cpus": -2}}', "cpus is unknown or no number above 0"),
+        ('{"passed": true, "machine": {"cpus": -2}}', "cpus is unknown or not a number above 0"),
         ('{"passed": true, "machine": {"wheels": 4}}', "wheels is unknown"),
     ],
 )
@@ -288,7 +288,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path):
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert "--assume belongs to --plan" in refused(jobs.neighbors.app, "--assume", "nodes=2")
+    assert "--assume needs --plan" in refused(jobs.neighbors.app, "--assume", "nodes=2")
     assert "keys are" in refused(jobs.neighbors.app, "--plan", "--assume", "nodse=2")
     assert "two blocks of 512 rows" in refused(jobs.neighbors.app, "--plan", "--assume", "nodes=2,memory=500MB,cpus=4")
     assert "use fewer workers" in refused(jobs.augment.app, "--plan", "--assume", "nodes=1,memory=600MB,cpus=1")

@@ -182,7 +182,7 @@ def test_augment_is_the_python_api_and_verify_agrees(world, case, tmp_path):
     )
     index = FeatureSet.open(str(tmp_path / "index"))
     np.testing.assert_allclose(index.read(), lattqe.augment(arrays(world)[1], method, K, **params), atol=BOUND)
-    assert "computed again" in call(verify_app, tmp_path / "index", "--recompute", ROWS)
+    assert "recomputed" in call(verify_app, tmp_path / "index", "--recompute", ROWS)
 
 
 @pytest.mark.parametrize("index", [FlatIndex, SmallIndex])

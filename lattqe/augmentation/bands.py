@@ -8,7 +8,7 @@ worker holds (`hop`); columns never mix, so a group is as wide as a worker's mem
 At last the groups of a part's rows are joined, normalised and published (`part`).
 
 Every file is written whole behind its checksum and has the same bytes whichever worker makes it, so any process may
-die at any time. All of them lie in the `_work` of the index, which its publication removes.
+die at any time. All of them are in the `_work` of the index, which its publication removes.
 """
 
 import time
@@ -149,7 +149,7 @@ class HopWorker:
         self._write(_vectors(group, hop, band), hopped(S, before, x, self.task.alpha))
 
     def _all_rows(self, group: int, hop: int) -> np.ndarray:
-        """All rows of a group after a hop (n, c), held until another is asked for; read band by band."""
+        """All rows of a group after a hop (n, c), held until another is requested; read band by band."""
         key, held = self._held
         if key == (group, hop):
             return held
@@ -215,7 +215,7 @@ class HopWorker:
     def _stale(self, name: str) -> StaleHopsError:
         """A damaged file is removed, so that it is made again."""
         self.place.delete(name)
-        return StaleHopsError(f"{self.place.uri}/{name} is damaged or gone: run the same command again")
+        return StaleHopsError(f"{self.place.uri}/{name} is damaged or missing: run the same command again")
 
 
 def with_vectors(features: FeatureSet, start: int, stop: int, vectors: np.ndarray) -> pa.Table:
@@ -326,7 +326,7 @@ def rows_of(item: Item, cut: Cut) -> int:
 
 
 def until_sound(attempt: Callable[[], None]) -> None:
-    """Run an attempt, again where a file turned out damaged or gone: what is there is looked at anew."""
+    """Run an attempt, again where a file turned out damaged or gone: what is there is looked at again."""
     for _ in range(RESCANS):
         try:
             return attempt()

@@ -32,11 +32,11 @@ from lattqe.store.place import open_place
 
 @dataclass(frozen=True)
 class GrowthCost:
-    """What growing an index took, counted, beside what making it anew takes."""
+    """What growing an index took, counted, beside what making it from scratch takes."""
 
     rows: int  # of the grown index
     joined: int  # of them new
-    searched: int  # old rows whose list lost a member, searched anew
+    searched: int  # old rows whose list lost a member, searched again
     touched: int  # rows that go through the method, the new ones included
     products: int  # of two vectors
     scored: int  # pairs scored again in float64
@@ -148,7 +148,7 @@ def _begin(recipe: Recipe, joined: FeatureSet, to: str) -> Pending:
 def grow_here(growth: Growth, pending: Pending) -> Counter[str]:
     """Update the graph in this process and publish its missing parts.
 
-    The counts of "products", pairs "scored" and old rows "searched" anew; none where an earlier run did it.
+    The counts of "products", pairs "scored" and old rows "searched" again; none where an earlier run did it.
     """
     clock, kept = Clock(), growth.kept
     missing = pending.missing()

@@ -91,7 +91,7 @@ class AugmentWorker:
         return FeatureSet.open(uri, cache=self.task.cache)
 
     def run(self, item: Item) -> dict[str, Any]:
-        """Compute one block, or assemble one part; tell what it took."""
+        """Compute one block, or assemble one part; returns what it took."""
         self.clock = Clock()
         started, cpu = time.perf_counter(), time.process_time()
         if len(item) == 3:
@@ -226,7 +226,7 @@ class EdgeWorker(AugmentWorker):
 
 
 def edge_count(method: Method, k: int, rows: int) -> int:
-    """Edges of each row among so many rows: the neighbors that are weighed, not all that the method looks at."""
+    """Edges of each row among that many rows: the neighbors that are weighed, not all that the method looks at."""
     return list_lengths(method, k, rows - 1)[0] if rows > 1 else 1
 
 
@@ -338,7 +338,7 @@ def build_index(task: Augmentation, on_rows: Callable[[int], None] = lambda rows
 def _in_threads(
     worker: AugmentWorker, items: list[Item], threads: int, done: Callable[[Item, dict[str, Any]], list[Item]]
 ) -> None:
-    """Run items, and those that `done` says have become possible, in so many threads; an interrupt stops them soon."""
+    """Run items, and those that `done` returns as possible now, in `threads` threads; an interrupt stops them soon."""
     stop = threading.Event()
     workers = []
     for _ in range(threads):

@@ -22,7 +22,7 @@ BAND_ROWS = 16_384  # 20 MiB of edges at k = 50: some seconds of work between tw
 MOST_BANDS = 256  # their transposition reads the square of that many pieces
 GROUP_BYTES = 512 << 20  # of all rows of a group of columns, held by a worker
 JOB = "augment"
-# What a job made on the way lies in the index itself, so that it is copied and moved together with it.
+# What a job made on the way is stored in the index itself, so that it is copied and moved together with it.
 GRAPH, ORIGINALS, EDGES = "neighbors", "originals", "edges"
 # Between a vector computed again on another machine and the stored one, before the stored one's own rounding.
 TOLERANCE = 2e-5
@@ -55,7 +55,7 @@ class HopTask:
         object.__setattr__(self, "cache", node_folder(self.cache))
 
     def cut(self, rows: int, dim: int) -> "Cut":
-        """The cut of so many rows and columns."""
+        """The cut of that many rows and columns."""
         return Cut.of(rows, dim, self.band_rows, self.group_bytes)
 
 
@@ -224,7 +224,7 @@ class Augmentation:
     cache: str | None = None  # node-local folder that keeps remote rows
     block_rows: int = BLOCK_ROWS
     previous: str | None = None  # an index (or its edges) whose rows may be taken over, as `write_reusable` said
-    hops: int = 1  # 1: each row from its own neighbors; above: features flow so many times over all rows' edges
+    hops: int = 1  # 1: each row from its own neighbors; above: features flow that many times over all rows' edges
     hop_alpha: float = HOP_ALPHA  # share of a hop that comes from the neighbors
     only_edges: bool = False  # `to` is not an index, but the edges of one
     device: str = "cpu"  # the kind that workers compute on: it decides the last bits

@@ -27,6 +27,7 @@ from lattqe.search import Index
 from lattqe.store import FeatureSet, NeighborGraph
 from lattqe.store.features import comparable_labels
 from lattqe.store.manifest import canonical_json
+from lattqe.store.place import MissingFileError, Place
 
 COMPARED_ROWS = 65_536  # of two sets at once
 FORMAT = 1  # of a stored cell; raised when the same key would hold other numbers
@@ -60,6 +61,20 @@ class Inputs:
         _check_rows(dataset.name, gnd, database, queries)
         content = {"gnd": [{grade: list(map(int, rows)) for grade, rows in one.items()} for one in gnd.gnd]}
         return cls(database, queries, gnd.truth, xxhash.xxh3_128_hexdigest(canonical_json(content)))
+
+
+def refuse_foreign_results(place: Place) -> None:
+    """A run overwrites its results and removes its earlier figures, so those in its folder must be a run's own."""
+    there = [name for name in ("results.json", "results.csv", "report.html") if place.exists(name)]
+    there += [f"figures/{name}" for name in place.child("figures").list()]
+    if not there:
+        return
+    try:
+        results = json.loads(place.read("results.json"))  # the first that is written
+    except (MissingFileError, ValueError, RecursionError):
+        results = None
+    if not isinstance(results, dict) or "inputs" not in results:
+        raise LattqeError(f"{place.uri} holds {there[0]}, which no benchmark made: choose another destination")
 
 
 def rows_of_queries(database: FeatureSet, queries: FeatureSet) -> np.ndarray:
@@ -142,7 +157,7 @@ def finished_graphs(
             )
         if graph.k < min(k, graph.rows - 1):
             raise LattqeError(
-                f"graphs: {uri} has {graph.k} neighbors for each row, this run needs {k}: leave it out, or compute a "
+                f"graphs: {uri} has {graph.k} neighbors per row, this run needs {k}: leave it out, or compute a "
                 f"longer one with `lattqe neighbors -k {k}`"
             )
         found[of] = uri
@@ -224,7 +239,7 @@ def _portable(setting: Setting | None, models: Mapping[str, str]) -> dict[str, A
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell's result: one Scores for each setup, weights by rank where asked for, and what it took."""
+    """A cell's result: one Scores for each setup, weights by rank where requested, and what it took."""
 
     scores: tuple[Scores, ...]
     weights: dict[str, Any] | None
@@ -345,7 +360,7 @@ def largest_k(setting: Setting) -> int | None:
 def _expand(
     index: Index, xq: np.ndarray, found: Found, setting: Setting, truth: GroundTruth, exclude: np.ndarray | None
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """Expanded queries (nq, D), and how the weights lie by rank and relevance."""
+    """Expanded queries (nq, D), and the weights by rank and relevance."""
     method = method_of(setting)
     done = expand_queries(index, xq, method, setting.k, found=found, exclude=exclude)
     k = min(setting.k, index.rows - (exclude is not None))

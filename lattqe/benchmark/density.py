@@ -39,7 +39,7 @@ from lattqe.store.features import comparable_labels
 
 RELEVANT = (1, 2, 4, 8, 16, 0)  # images of each class in the database; 0: all
 SEED = 0
-MOST_QUERIES = 500  # held out where a set has none of its own
+MOST_QUERIES = 500  # held out where a set comes without any
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,16 @@ def load_own_set(features: str, queries: str | None) -> LabelledSet:
     asked = FeatureSet.open(queries) if queries is not None else None
     for one in (stored, asked):
         if one is not None and not one.has_labels:
-            raise LattqeError(f"{one.uri} has no labels: which images are relevant? Import them with --labels")
+            raise LattqeError(
+                f"{one.uri} has no labels, so it is unknown which images are relevant: import it with --labels"
+            )
     name = stored.uri.rstrip("/").rsplit("/", 1)[-1]
     xb, ids = stored.read().astype(np.float32), stored.ids()
     if asked is not None:
         if asked.dim != stored.dim:
-            raise LattqeError(f"{asked.uri} has {asked.dim} columns, {stored.uri} has {stored.dim}: extract both alike")
+            raise LattqeError(
+                f"{asked.uri} has {asked.dim} columns, {stored.uri} has {stored.dim}: use one extractor for both"
+            )
         labels, query_labels = comparable_labels(stored, asked)
         kept = np.setdiff1d(np.arange(stored.rows), rows_of_queries(stored, asked))  # queries leave the database
         return LabelledSet(
@@ -213,41 +217,12 @@ def gains(run: Run, cells: Sequence[DensityCell], source: Source) -> dict[str, A
     `intervals`: the gain of what is learned over no expansion, and over the best rival tuned for these cells.
     """
     rows = choose_rows(run, source.lookup)
-    groups = []
-    for group in dict.fromkeys(cell.group for cell in cells):
-        mine = [cell for cell in cells if cell.group == group]
-        lines = [_line(row, mine, source) for row in rows]
-        rivals = [line for line in lines if not is_learned(line["method"]) and line["method"] != "none"]
-        best = max(rivals, key=lambda line: line["tuned"], default=None)  # none where --only leaves none
-        against = [(rows[0], "no expansion", "one setting")]
-        if best is not None:
-            against.append((rows[lines.index(best)], best["label"], "tuned for each set"))
-        intervals = [
-            {
-                "after": row.label,
-                "before": label,
-                "before_setting": setting,
-                **_interval(run, mine, row, other, setting != "one setting", source),
-            }
-            for row in rows
-            if is_learned(row.method)
-            for other, label, setting in against
-        ]
-        groups.append(
-            {
-                "columns": group[0],
-                "crowded": group[1],
-                "relevant": group[2],
-                "sets": len(mine),
-                "rows": int(np.mean([source.sizes(cell.dataset.name)[0] for cell in mine])),
-                "lines": lines,
-                "best_rival": None if best is None else best["label"],
-                "intervals": intervals,
-            }
-        )
     return {
         "title": run.title,
-        "groups": groups,
+        "groups": [
+            _group(run, rows, [cell for cell in cells if cell.group == group], source)
+            for group in dict.fromkeys(cell.group for cell in cells)
+        ],
         "settings": [
             {
                 "label": row.label,
@@ -269,6 +244,38 @@ def gains(run: Run, cells: Sequence[DensityCell], source: Source) -> dict[str, A
             }
             for cell in cells
         ],
+    }
+
+
+def _group(run: Run, rows: Sequence[Row], cells: Sequence[DensityCell], source: Source) -> dict[str, Any]:
+    """One group of cells: a line for each row, and the intervals of what is learned."""
+    columns, crowded, relevant = cells[0].group
+    lines = [_line(row, cells, source) for row in rows]
+    rivals = [line for line in lines if not is_learned(line["method"]) and line["method"] != "none"]
+    best = max(rivals, key=lambda line: line["tuned"], default=None)  # none where --only leaves none
+    against = [(rows[0], "no expansion", "one setting")]
+    if best is not None:
+        against.append((rows[lines.index(best)], best["label"], "tuned for each set"))
+    intervals = [
+        {
+            "after": row.label,
+            "before": label,
+            "before_setting": setting,
+            **_interval(run, cells, row, other, setting != "one setting", source),
+        }
+        for row in rows
+        if is_learned(row.method)
+        for other, label, setting in against
+    ]
+    return {
+        "columns": columns,
+        "crowded": crowded,
+        "relevant": relevant,
+        "sets": len(cells),
+        "rows": int(np.mean([source.sizes(cell.dataset.name)[0] for cell in cells])),
+        "lines": lines,
+        "best_rival": None if best is None else best["label"],
+        "intervals": intervals,
     }
 
 

@@ -195,7 +195,7 @@ def revisited_run(options: Options) -> Run:
     gnd_roxford5k.pkl and gnd_rparis6k.pkl as published; a folder or an s3:// address.
     """
     if options.data is None:
-        raise LattqeError("where are the features of roxford5k and rparis6k? Name their folder with --data")
+        raise LattqeError("the features of roxford5k and rparis6k are needed: give their folder with --data")
     data = options.data.rstrip("/")
     datasets = tuple(
         Dataset(name, f"{data}/{name}", f"{data}/{name}-queries", f"{data}/gnd_{name}.pkl")
@@ -218,10 +218,10 @@ def density_cells(options: Options) -> list[DensityCell]:
     """The photographs, or a user's own labelled sets, cut to all densities."""
     if options.features is None:
         if options.queries is not None:
-            raise LattqeError("--queries belong to --features: name both")
+            raise LattqeError("--queries need --features: give both")
         sets = [one for columns in options.columns or DENSITY_COLUMNS for one in load_photo_sets(options.data, columns)]
     elif options.data is not None or options.columns is not None:
-        raise LattqeError("--features are sets of your own, used whole: leave --data and --columns out")
+        raise LattqeError("--features are your own sets, used whole: leave --data and --columns out")
     else:
         queries: tuple[str | None, ...] = options.queries or (None,) * len(options.features)
         if len(queries) != len(options.features):
@@ -242,7 +242,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "photos": Preset("four sets of photographs", ("data", "model", "columns"), photos_run),
     "synthetic": Preset(
-        "synthetic landmarks, made on the spot",
+        "synthetic landmarks, generated for the run",
         ("model",),
         lambda options: synthetic_run(options.folder, all_methods(options.model, competitors())),
     ),

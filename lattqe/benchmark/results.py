@@ -26,7 +26,7 @@ from lattqe.datasets.revisited import published
 from lattqe.evaluation import Scores
 from lattqe.evaluation.analysis import paired_bootstrap, regimes
 
-WEIGHTS_K = 64  # neighbors whose weights are shown, the paper's nQE, where the methods can take so many
+WEIGHTS_K = 64  # neighbors whose weights are shown, the paper's nQE, where the methods can take that many
 FORMAT = 1
 
 
@@ -131,7 +131,7 @@ def _pooled(
 
 
 def weight_profiles(run: Run, rows: Sequence[Row], lookup: Lookup) -> dict[str, Any]:
-    """Weights by rank of all methods, for one number of neighbors, on the data set that tells most about them.
+    """Weights by rank of all methods, for one number of neighbors, on the data set that shows most about them.
 
     That is the one whose lists hold relevant and irrelevant neighbors most evenly; elsewhere one of the two lines would
     be made of a handful of images.
@@ -242,7 +242,7 @@ def table3(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]
 
 
 def table2(run: Run, lookup: Lookup) -> list[dict[str, Any]]:
-    """What each component is worth: trained variants on the tested sets, without distractors, and no expansion."""
+    """What each component contributes: trained variants on the tested sets, without distractors, and no expansion."""
     variants: list[tuple[str, Setting | None]] = [("no expansion", None)]
     variants += [(each.label, each.setting) for each in run.ablations]
     lines = []

@@ -45,7 +45,9 @@ def load_run(path: str | Path) -> Run:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
-            raise LattqeError(f"{path} has more than {MOST_BYTES:,} bytes: a run's file names data, it holds none")
+            raise LattqeError(
+                f"{path} has more than {MOST_BYTES:,} bytes: a run file names data, it does not contain any"
+            )
         if MANY_DOTS.search(data):  # time grows with the square of their number
             raise RecursionError
         content = tomllib.loads(data.decode())
@@ -83,7 +85,7 @@ def parse_run(content: Mapping[str, Any], folder: Path, where: str) -> Run:
 
 
 def _check_values(content: Mapping[str, Any], where: str) -> None:
-    """Refuse what cannot even be shown in a message: numbers beyond 64 bits, and tables nested by dots for ever."""
+    """Refuse what cannot even be shown in a message: numbers beyond 64 bits, and tables nested by dots forever."""
     todo: list[tuple[Any, int]] = [(content, 0)]
     while todo:
         value, depth = todo.pop()
@@ -148,7 +150,7 @@ class Entry:
         """A text that is not empty."""
         value = self.content.get(key, default)
         if not isinstance(value, str) or not value:
-            raise LattqeError(f"{self.where}: {key} must be a text, not {value!r}")
+            raise LattqeError(f"{self.where}: {key} must be a string, not {value!r}")
         return value
 
     def one_of(self, key: str, allowed: tuple[str, ...], default: str) -> str:
@@ -201,7 +203,7 @@ class Entry:
         values = value if isinstance(value, list) else [value]
         if kind is str:
             if not values or not all(isinstance(each, str) for each in values):
-                raise LattqeError(f"{self.where}: {key} must be text, not {value!r}")
+                raise LattqeError(f"{self.where}: {key} must be a string, not {value!r}")
             return tuple(values)
         allowed = int if kind is int else (int, float)
         if not values or not all(isinstance(each, allowed) and not isinstance(each, bool) for each in values):

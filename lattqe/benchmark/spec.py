@@ -288,7 +288,7 @@ def with_hops(model: str, method: str = "lattqe") -> tuple[GraphCandidate, ...]:
 def trained_ablations(folder: str) -> tuple[Ablation, ...]:
     """The variants that `lattqe ablate --to folder` trained, each at the paper's nQE and at what validation chose.
 
-    Table 2 is printed at nQE 64, which some variants cannot use: what each is worth at its best stands beside it.
+    Table 2 is printed at nQE 64, which some variants cannot use: each is shown at its best too.
     """
     place = open_place(folder)
     if not place.exists("ablations.json"):

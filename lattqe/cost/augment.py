@@ -55,7 +55,7 @@ class Weighing:
     negatives: int = 0  # rows with the lowest scores that it looks at, too
 
     def seconds(self, lists: int, dim: int, machines: Machines) -> float:
-        """Of one worker for so many lists: the network, and gathering vectors."""
+        """Of one worker for that many lists: the network, and gathering vectors."""
         speed = machines.flops if machines.gpus or not self.network else machines.flops * NETWORK_SHARE
         gathered = lists * (1 + self.depth) * dim * 4 / (GATHER_BYTES_PER_SECOND * machines.threads)
         return lists * self.flops / speed + gathered
@@ -78,7 +78,7 @@ def weighing(dim: int, k: int, depth: int, network: LAttQEConfig | None = None, 
 
 
 def weighing_of(method: Method, k: int, dim: int, rows: int, again: bool = False) -> Weighing:
-    """The work of one list of a method among so many rows; `again`: only some rows of a grown index are computed."""
+    """The work of one list of a method among that many rows; `again`: only some rows of a grown index are computed."""
     k, depth = list_lengths(method, k, rows) if rows else (k, method.depth(k))
     network = method.fast.config if isinstance(method, AttentionExpansion) else None
     shared = not again and shares(method, rows)
@@ -104,7 +104,7 @@ class WorkerMemory:
         """By name, for the plan."""
         return {
             "process and model": self.process,
-            "mapped files (one copy for a node)": self.mapped,
+            "mapped files (one copy per node)": self.mapped,
             "held": self.held,
             "shared products": self.table,
             "buffers": self.buffers,
@@ -203,7 +203,7 @@ def augmentation(
         worker_bytes=memory.total - memory.mapped + held,
         scratch=piece_bytes,
         stored=made.bytes,
-        facts={"mapped files": f"{_mib(memory.mapped)}, one copy for a node"} if memory.mapped else {},
+        facts={"mapped files": f"{_mib(memory.mapped)}, one copy per node"} if memory.mapped else {},
     )
 
 
@@ -232,7 +232,7 @@ def hops(
     here: bool = True,
     fetched: bool = False,
 ) -> Work:
-    """Features that flow over the edges so many times: bands of rows × groups of columns (`augmentation.bands`).
+    """Features that flow `number` times over the edges: bands of rows × groups of columns (`augmentation.bands`).
 
     bands: rows of each; groups: columns of each; mutual: share of edges that run both ways.
     """
@@ -282,7 +282,7 @@ def hops(
         stored=features.bytes,
         facts={
             "cut": f"{cut} bands of rows × {len(groups)} groups of columns",
-            "moved for each hop": f"{_mib(hop[0])} read at the most, {_mib(hop[1])} written",
+            "moved per hop": f"{_mib(hop[0])} read at most, {_mib(hop[1])} written",
         },
     )
 

@@ -30,7 +30,7 @@ from lattqe.search.topk import capacity_for
 from lattqe.store.parts import RESIDENT_BYTES
 
 PAIR_SECONDS = 120.0  # the longest piece of work, and so the most that a death can cost
-SMALL_BLOCK = 20_000  # rows; with smaller blocks than this, fewer of them: candidates are scored for each anew
+SMALL_BLOCK = 20_000  # rows; with smaller blocks than this, fewer of them: candidates are scored again for each
 LEAST_BLOCK = 512  # rows; smaller ones would only move data about
 MAX_BLOCKS = 512  # a set of blocks is that many bits of the name of an unfinished list
 BASE_BYTES = 512 << 20  # of a worker process with torch, and its tiles
@@ -161,12 +161,12 @@ def fitting_rows(budget: int, row_bytes: int, products_per_second: float) -> int
 
 
 def harmonic(n: int) -> float:
-    """1 + 1/2 + … + 1/n: of a list's k best in block after block, so many times k are candidates."""
+    """1 + 1/2 + … + 1/n: of a list's k best in block after block, that many times k are candidates."""
     return sum(1 / each for each in range(1, n + 1))
 
 
 def scoring_seconds(candidates: float, dim: int, threads: int) -> float:
-    """Of one worker with so many cores, for pairs scored in float64 and merged into their lists."""
+    """Of one worker with that many cores, for pairs scored in float64 and merged into their lists."""
     return candidates * (SCORE_SECONDS + SCORE_COLUMN_SECONDS * dim) / threads
 
 
@@ -189,21 +189,8 @@ def graph_of_pairs(
     """
     rows, pairs = cut.bounds[-1], cut.pairs()
     graph = Stored.kind("neighbors", rows, k=k)
-    lists = [SEAL + 12 * k * size for size in cut.sizes]
     visits = _visits(cut)
-    # A part of the graph is assembled from the whole lists of each block that it overlaps.
-    assembled = overlaps(cut, graph.part_rows)
-    read = sum((visits[block] - 1 + assembled[block]) * lists[block] for block in range(cut.blocks))
-    written = sum(visits[block] * lists[block] for block in range(cut.blocks))
-    requests = sum(
-        (
-            (PUT + DELETE + Requests(gets=gets_of(lists[block]))) * (visits[block] - 1)
-            + PUT
-            + Requests(gets=gets_of(lists[block])) * assembled[block]
-            for block in range(cut.blocks)
-        ),
-        MISSING * len(pairs),
-    )
+    read, written, requests = _list_traffic(cut, k, visits, graph.part_rows)
     loaded, loading = _vectors(sets, cut, visits, machines, cached, remote)
     opens = len(sets) * (machines.workers + OPENS_HERE)
     scored = k * sum(size * harmonic(visits[block]) for block, size in enumerate(cut.sizes))
@@ -224,6 +211,7 @@ def graph_of_pairs(
         read + loaded + opens * sum(each.manifest for each in sets),
         written + graph.written,
         requests=requests
+        + MISSING * len(pairs)
         + loading
         + OPEN * opens
         + ATTACH * machines.workers
@@ -238,6 +226,20 @@ def graph_of_pairs(
             "candidates scored in float64": f"{scored:.3g}",
         },
     )
+
+
+def _list_traffic(cut: Cut, k: int, visits: Sequence[int], part_rows: Sequence[int]) -> tuple[int, int, Requests]:
+    """Bytes read and written, and requests, of unfinished lists: read and replaced in every visit but the first."""
+    # A part of the graph is assembled from the whole lists of each block that it overlaps.
+    assembled = overlaps(cut, part_rows)
+    read, written, requests = 0, 0, Requests()
+    for size, visited, needed in zip(cut.sizes, visits, assembled):
+        stored = SEAL + 12 * k * size
+        loading = Requests(gets=gets_of(stored))
+        read += (visited - 1 + needed) * stored
+        written += visited * stored
+        requests += (PUT + DELETE + loading) * (visited - 1) + PUT + loading * needed
+    return read, written, requests
 
 
 def _visits(cut: Cut) -> list[int]:
@@ -260,7 +262,7 @@ def overlaps(cut: Cut, part_rows: Sequence[int]) -> list[int]:
 def _vectors(
     sets: Sequence[Stored], cut: Cut, visits: Sequence[int], machines: Machines, cached: bool, remote: bool
 ) -> tuple[int, Requests]:
-    """Bytes and requests of all vectors that workers load: whole parts, for each pair anew where nothing is kept."""
+    """Bytes and requests of all vectors that workers load: whole parts, again for each pair where nothing is kept."""
     everything = sum(each.bytes for each in sets)
     once = sum((each.loading() for each in sets), Requests())
     if not remote:
@@ -283,9 +285,9 @@ def _vectors(
 def plan_pairs(
     own: int, others: int, workers: int, fit: int, budget: int, row_bytes: int, block_rows: int | None = None
 ) -> Cut:
-    """The cut for so many workers with so much memory; LattqeError with advice where it cannot be.
+    """The cut for that many workers with that much memory; LattqeError with advice if there is none.
 
-    fit: rows of a block as `fitting_rows` says; block_rows: what was asked for instead.
+    fit: rows of a block as `fitting_rows` says; block_rows: what was requested instead.
     """
     if budget - BASE_BYTES < 2 * LEAST_BLOCK * row_bytes:
         raise LattqeError(

@@ -74,7 +74,7 @@ KEYS: dict[str, tuple[Callable[[str], float], str]] = {
     "gpu_memory": (_with_unit(UNITS), "such as 24GB, of each GPU"),
     "tflops": (_positive, "a number above 0, of each GPU"),
     "network": (_with_unit(SPEEDS), "such as 1.2GB/s, of each node"),
-    "price": (_number, "dollars for a node and hour, from 0"),
+    "price": (_number, "dollars per node and hour, from 0"),
     "gflops": (_positive, "a number above 0, of each core"),
 }
 
@@ -88,13 +88,13 @@ def _measured(path: str) -> dict[str, float]:
         raise LattqeError(f"--assume measured={path}: cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, KeyError, AttributeError):
         raise LattqeError(
-            f"--assume measured={path}: not what a doctor wrote: lattqe doctor --gpu --json > {path}"
+            f"--assume measured={path}: not written by doctor: run lattqe doctor --gpu --json > {path}"
         ) from None
     if passed is not True:
-        raise LattqeError(f"--assume measured={path}: that machine failed its checks: fix it, and test it again")
+        raise LattqeError(f"--assume measured={path}: that machine failed its checks: fix it, and run doctor again")
     wrong = [key for key, value in machine.items() if key not in KEYS or not (math.isfinite(value) and value > 0)]
     if wrong:
-        raise LattqeError(f"--assume measured={path}: {wrong[0]} is unknown or no number above 0: test it again")
+        raise LattqeError(f"--assume measured={path}: {wrong[0]} is unknown or not a number above 0: run doctor again")
     return machine
 
 
@@ -126,7 +126,7 @@ def parse_assumption(text: str) -> Machines:
     if not known.get("gpus"):
         for key in ("tflops", "gpu_memory"):
             if key in values:
-                raise LattqeError(f"--assume {key} is of a GPU, and gpus is 0: add gpus=1, or leave {key} out")
+                raise LattqeError(f"--assume {key} needs a GPU, but gpus is 0: add gpus=1, or leave {key} out")
     whole = {each.name for each in fields(Machines) if each.type is int}
     given: dict[str, Any] = {key: int(value) if key in whole else value for key, value in known.items()}
     return Machines(**given)
@@ -197,7 +197,7 @@ def needs_shards(rows: Rows, where: Setting) -> bool:
     if where.here:
         return False
     too_many = where.machines.nodes > 1 and rows.vector_bytes > where.machines.memory
-    return too_many or (rows.remote and not where.cached and rows.vector_bytes > RESIDENT_BYTES)
+    return too_many or (rows.remote and not where.cached and rows.stored.bytes > RESIDENT_BYTES)
 
 
 def augment(
@@ -260,7 +260,7 @@ def augment_by(
     graph: "NeighborGraph | None" = None,
     shards: bool | None = None,
 ) -> list[Work]:
-    """The augmentation of a set that is there by a method, with so many hops; `graph`: where it is there already."""
+    """The augmentation of a set that is there by a method, with that many hops; `graph`: where it is there already."""
     weighs = weighing_of(method, k, features.dim, features.rows)
     stored = None if graph is None else Stored.of(graph.manifest)
     return augment(Rows.of(features), weighs, number, where, graph=stored, shards=shards)

@@ -94,7 +94,7 @@ def cut_for(
     if fit < LEAST_BLOCK:
         raise LattqeError(
             f"{workers} workers have {budget >> 20} MiB each, but a block of {LEAST_BLOCK} rows with its lists and the "
-            f"rows that pass it need {(fixed + LEAST_BLOCK * each) >> 20} MiB: use fewer workers, a smaller k, or "
+            f"rows streamed past it need {(fixed + LEAST_BLOCK * each) >> 20} MiB: use fewer workers, a smaller k, or "
             "nodes with more memory"
         )
     timely = max(int(OWNER_SECONDS * products_per_second / rows), -(-rows // MAX_BLOCKS))
@@ -182,7 +182,7 @@ def graph_on_ray(
     cached: bool = False,
     remote: bool = True,
 ) -> tuple[Cut, Work]:
-    """The graph on a cluster, by the schedule asked for or by the one that takes less time: how the rows are cut, and
+    """The graph on a cluster, by the schedule requested or by the one that takes less time: how the rows are cut, and
     what it costs; among its facts is why. LattqeError with advice where neither fits the memory of a worker.
 
     budget: bytes of that memory; other arguments as those of `graph_of_pairs` and `cut_for`.

@@ -105,7 +105,7 @@ def growth(
     itemsize: int = 2,
     here: bool = True,
 ) -> Work:
-    """Rows that join and leave an augmented index: newcomers meet all rows, lists that lost a member are searched anew.
+    """Rows that join and leave an augmented index: new rows meet all rows, lists that lost a member are searched again.
 
     Which lists those are is known only when they are read: a row is taken to stand in k lists, as it does on average.
     On workers newcomers and old rows meet twice, once for each side, and searched rows pass all rows by groups.
@@ -182,8 +182,8 @@ def approximate_graph(features: Stored, dim: int, k: int, machines: Machines, *,
         scratch=assigned,
         stored=graph.bytes,
         facts={
-            "not exact": f"{clusters:,} clusters; each row is taken to be in {ASSUMED_OVERLAP} of them. How many the "
-            "recall takes shows when they are found: products grow with its square, up to those of an exact graph",
+            "not exact": f"{clusters:,} clusters; each row is assumed to be in {ASSUMED_OVERLAP} of them. How many "
+            "the recall needs is known once they are found; products grow with its square, up to an exact graph's",
             "products to find them, and to measure the recall": f"{finding:.3g}",
         },
     )
@@ -253,7 +253,7 @@ def extraction(
     flops: float,
     block_rows: Sequence[int],
 ) -> Work:
-    """Every image through a network of so many operations for one image at all scales; blocks, then the feature set."""
+    """Every image through a network, which takes `flops` for one image at all scales; blocks, then the feature set."""
     row = dim * itemsize + 24
     blocks, features = Stored.planned(block_rows, row), Stored.kind("features", images, dim=dim, dtype=_name(itemsize))
     return Work(

@@ -73,12 +73,12 @@ class Requests:
 
 
 def gets_of(size: int) -> int:
-    """Requests that fetch one object of so many bytes: one, or for a large one a try, a HEAD and its ranges."""
+    """Requests that fetch one object of that many bytes: one, or for a large one a try, a HEAD and its ranges."""
     return 1 if size <= RANGE_BYTES else 2 + -(-size // RANGE_BYTES)
 
 
 def lists_of(objects: int) -> int:
-    """Requests that list so many objects."""
+    """Requests for listing that many objects."""
     return max(-(-objects // 1000), 1)
 
 
@@ -97,12 +97,12 @@ def load_part(size: int) -> Requests:
 
 
 def claim(objects: int = 0) -> Requests:
-    """The claim on a destination that holds so many objects."""
+    """The claim on a destination that holds that many objects."""
     return MISSING + Requests(puts=lists_of(objects)) + PUT
 
 
 def finish(parts: int, leftovers: int) -> Requests:
-    """The manifest out of the receipts of so many parts, and so many files of `_work` (the plan included) cleared."""
+    """The manifest made from the receipts of that many parts, and files of `_work` (the plan included) removed."""
     looks = MISSING + Requests(puts=lists_of(parts + leftovers))
     return looks + Requests(gets=parts) + PUT + Requests(puts=lists_of(parts + leftovers) + 1) + DELETE * leftovers
 
@@ -124,13 +124,13 @@ class Stored:
 
     @classmethod
     def planned(cls, part_rows: Sequence[int], row_bytes: int) -> "Stored":
-        """One that will be there, with so many bytes for each row."""
+        """One that will be there, with that many bytes per row."""
         sizes = tuple(ARROW_BYTES + rows * row_bytes for rows in part_rows)
         return cls(tuple(part_rows), sizes, MANIFEST_BYTES + PART_ENTRY * len(sizes))
 
     @classmethod
     def kind(cls, kind: str, rows: int, **of: Any) -> "Stored":
-        """An artifact of a kind with so many rows, cut as `lattqe.store` cuts it; `of`: its fields, as k=64."""
+        """An artifact of a kind with that many rows, cut as `lattqe.store` cuts it; `of`: its fields, as k=64."""
         size = row_bytes(kind, of)
         return cls.planned(part_row_counts(rows, size), size)
 
@@ -185,11 +185,11 @@ class Machines:
     network: float = 0.6 * GB  # of a node, from and to storage
     price: float = 0.0
     gflops: float = CORE_FLOPS / 1e9  # of a core, in float32 products
-    asked: int | None = None  # workers, where so many are asked for
+    asked: int | None = None  # workers, if a number was requested
 
     @property
     def workers(self) -> int:
-        """One for each GPU, or for each core, or as many as are asked for."""
+        """One for each GPU, or for each core, or as many as are requested."""
         return self.asked or self.nodes * (self.gpus or self.cpus)
 
     @property

@@ -70,7 +70,9 @@ def photos_folder(folder: str | Path | None = None) -> Path:
     """The folder given, or `photos` in the folder that the environment variable LATTQE_DATA names."""
     if folder is None:
         if not os.environ.get(ENVIRONMENT):
-            raise LattqeError(f"where are the photos? Give their folder, or set {ENVIRONMENT} to the folder above it")
+            raise LattqeError(
+                f"the folder of the photos is not known: give it, or set {ENVIRONMENT} to the folder above it"
+            )
         folder = Path(os.environ[ENVIRONMENT]) / "photos"
     folder = Path(folder)
     if not folder.is_dir():
@@ -88,7 +90,7 @@ def photos_in(data: str | Path | None) -> Path:
 def load_photos(name: str, split: str, folder: str | Path | None = None, *, columns: int | None = None) -> PhotoSplit:
     """Load one split ('train', 'val', 'test') of one set.
 
-    columns: keep only the first so many columns (they are in order of variance) and normalise again; 128 trains in
+    columns: keep only that many columns, the first (they are in order of variance) and normalise again; 128 trains in
     minutes on two cores.
     """
     if name not in PHOTO_SETS:
@@ -131,7 +133,7 @@ def _array(path: Path, sides: int, kinds: str) -> NDArray[Any]:
     if not path.is_file():
         raise LattqeError(f"cannot read {path}: there is no such file")
     try:
-        read_header(path)  # damaged ones are told in one line
+        read_header(path)  # damaged ones are reported in one line
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, OverflowError) as error:
         raise LattqeError(f"cannot read {path}: {error}") from error
@@ -268,7 +270,7 @@ def _check_order(features: FeatureSet, half: SfmHalf, matrix: str) -> None:
 
 
 def _write_rows(features: FeatureSet, rows: NDArray[np.int64], to: str, report: Report) -> None:
-    """Some rows of a labelled set as a set of their own, value for value."""
+    """Some rows of a labelled set as a separate set, value for value."""
     writer = FeatureWriter(
         to,
         features.dim,

@@ -125,7 +125,7 @@ class MatrixFile:
     key: str | None = None
 
     def source(self, local: str) -> tuple[ImportSource, list[str]]:
-        """Open it, whichever way round it lies; refuse another number of rows. Also what was assumed."""
+        """Open it, whichever way round it is; refuse another number of rows. Also what was assumed."""
         opened = open_source(local, key=self.key)
         notes = list(opened.notes)
         if opened.rows != len(self.ids) == opened.dim:
@@ -225,7 +225,7 @@ def _keys_of(uri: str) -> tuple[str, str]:
             return database, queries
     raise LattqeError(
         f"{uri} does not hold both database and queries as X and Q or vecs and qvecs: put the queries' "
-        "descriptors beside it, in a file with 'queries' in its name"
+        "descriptors next to it, in a file with 'queries' in its name"
     )
 
 

@@ -59,7 +59,7 @@ class JudgedRanks:
         }
         for role in ("database", "queries"):
             if role not in opened:
-                raise LattqeError(f"{uri} does not say what its {role} was: give --{role}")
+                raise LattqeError(f"{uri} does not record what its {role} was: give --{role}")
         searched = tuple(opened[role] for role in ("database", "distractors") if role in opened)
         gnd = None if truth is None else read_gnd(truth)
         if gnd is not None:
@@ -73,7 +73,7 @@ class JudgedRanks:
 
     @property
     def has_truth(self) -> bool:
-        """Whether it can be told what is relevant."""
+        """Whether it is known what is relevant."""
         return self.gnd is not None or (self.queries.has_labels and self.searched[0].has_labels)
 
     @cached_property
@@ -129,7 +129,7 @@ def _open_input(ranks: Ranks, role: str, given: str | None) -> FeatureSet:
         ) from error
     if remembered and features.digest != remembered["digest"]:
         raise LattqeError(
-            f"{ranks.uri} was made from another {role} than {uri} holds: search again, or give the --{role} of then"
+            f"{ranks.uri} was made from another {role} than {uri} holds: search again, or give the original --{role}"
         )
     return features
 

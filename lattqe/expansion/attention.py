@@ -50,7 +50,7 @@ class AttentionExpansion(Method):
     row_params: ClassVar[dict[str, Any]] = {"dba": True}
     # where a trained network is stored, or the network itself
     model: str | LAttQE | None = parameter(
-        None, "The trained model, a folder or s3:// address; without it the one that ships", address=True
+        None, "The trained model, a folder or s3:// address; default: the shipped one", address=True
     )
     dba: bool = False  # the tempered softmax, for rows of the database
     # faster than float32, cosine to its result above .999
@@ -66,7 +66,7 @@ class AttentionExpansion(Method):
         if self.precision != "float32" and self.network.config.relational:
             raise LattqeError(
                 f"precision {self.precision}: this network compares similarities, which need float32, and has few "
-                "products that could be shortened: leave --precision out"
+                "products to speed up: leave --precision out"
             )
 
     @cached_property
@@ -160,7 +160,7 @@ class AttentionExpansion(Method):
         places, known = torch.from_numpy(np.maximum(lists, 0)).to(device), torch.from_numpy(lists >= 0).to(device)
         table, own = table.to(device), torch.from_numpy(x.astype(np.float32)).to(device)
         with torch.inference_mode():
-            # Equal among the first so many valid ones, as `background_share` has it.
+            # Equal among that many of the first valid ones, as `background_share` has it.
             share = known[:, : self.fast.config.background or k].float()
             share = share / share.sum(1, keepdim=True).clamp(min=1)
             background = functional.embedding_bag(

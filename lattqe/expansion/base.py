@@ -195,7 +195,7 @@ class Method(Described, ABC):
         """Refuse more neighbors than can be weighed."""
         if self.largest_k is not None and k > self.largest_k:
             raise LattqeError(
-                f"{self.name}: {k} neighbors, but this network has ranks for {self.largest_k}: use "
+                f"{self.name}: {k} neighbors, but this network was made for {self.largest_k}: use "
                 f"{self.largest_k} or fewer"
             )
 
@@ -316,7 +316,7 @@ def aggregate(weights: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
 
 
 def blocks(n: int, row_bytes: int, block_bytes: int | None = None) -> Iterator[slice]:
-    """Cut n rows of so many bytes into slices of about `block_bytes`, by default `BLOCK_BYTES`."""
+    """Cut n rows of that many bytes into slices of about `block_bytes`, by default `BLOCK_BYTES`."""
     step = max(1, (block_bytes or BLOCK_BYTES) // max(1, row_bytes))
     for start in range(0, n, step):
         yield slice(start, min(n, start + step))

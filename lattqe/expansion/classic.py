@@ -48,7 +48,7 @@ class AverageExpansion(Method):
 class DecayExpansion(Method):
     """AQEwD: weights that decay with rank (Gordo et al. 2017): w_i = (k - i) / k, so the last neighbor has 0.
 
-    k counts the valid neighbors of the row, and i counts among them: a row with fewer candidates than asked for
+    k counts the valid neighbors of the row, and i counts among them: a row with fewer candidates than requested
     gets the weights it would get with that smaller k.
     """
 
@@ -180,7 +180,7 @@ def solve_dual(gram: torch.Tensor, label: torch.Tensor, valid: torch.Tensor, C: 
     y = torch.where(valid, label, 0)
     solvable = ((y > 0).any(dim=1) & (y < 0).any(dim=1)).nonzero()[:, 0]
     result = torch.zeros_like(label)
-    # Padding becomes a point of its own that no other one feels; its optimum is the lower bound.
+    # Padding becomes a separate point that does not affect the others; its optimum is the lower bound.
     hessian = C * y[:, :, None] * y[:, None, :] * gram
     diagonal = hessian.diagonal(dim1=1, dim2=2)
     diagonal.copy_(torch.where(valid, diagonal + RIDGE * C, 1.0))

@@ -94,7 +94,7 @@ def unit_rows(H: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def column_groups(n: int, dim: int, most_bytes: int = COLUMN_BYTES) -> list[slice]:
-    """Columns cut so that all rows of a group, in float32, are about so many bytes; columns never mix."""
+    """Columns cut so that all rows of a group, in float32, are about that many bytes; columns never mix."""
     step = max(8, most_bytes // max(1, 4 * n))
     return [slice(low, min(low + step, dim)) for low in range(0, dim, step)]
 
@@ -107,7 +107,7 @@ def hop(
     hops: int,
     on_hop: Callable[[], None] | None = None,
 ) -> np.ndarray:
-    """All rows x (n, D) after so many hops over their edges: (n, D) float32, L2-normalised.
+    """All rows x (n, D) after that many hops over their edges: (n, D) float32, L2-normalised.
 
     weights, rows (n, 1 + k): as `augment_rows` gives them, column 0 the row itself. on_hop: called after each hop of
     each group of columns.

@@ -21,7 +21,7 @@ from lattqe.expansion.classic import lowest_outside
 from lattqe.search import FlatIndex, Index
 from lattqe.search.index import StoredIndex
 
-# What one process keeps of shared projections at the most: 1M rows of a 64-wide network, 40,000 of the paper's.
+# What one process keeps of shared projections at most: 1M rows of a 64-wide network, 40,000 of the paper's.
 SHARED_BYTES = 1 << 30
 # Vectors in the method at once, in float32: they stay near the cache, and the allocator uses such blocks again, while
 # every larger one is fresh memory from the system.
@@ -39,7 +39,7 @@ Found = tuple[np.ndarray, np.ndarray]  # D (n, k) float32 descending, I (n, k) i
 
 
 def list_lengths(method: Method, k: int, candidates: int) -> tuple[int, int]:
-    """How many neighbors are weighed, and how many must be listed for that, where there are so many candidates."""
+    """How many neighbors are weighed, and how many must be listed for that, where there are `candidates` of them."""
     if k < 1:
         raise LattqeError(f"k is {k}: use at least 1 neighbor")
     return min(k, candidates), min(method.depth(k), candidates)
@@ -112,7 +112,7 @@ def augment_rows(
     k, depth = list_lengths(method, k, index.rows - 1) if index.rows > 1 else (1, 1)
     if I.shape[1] < depth:
         raise LattqeError(
-            f"a graph of {I.shape[1]} neighbors for each row, but {method.name} needs {depth} to weigh "
+            f"a graph of {I.shape[1]} neighbors per row, but {method.name} needs {depth} to weigh "
             f"{k}: compute a longer one with `lattqe neighbors -k {depth}`"
         )
     x = index.gather(rows)
@@ -140,7 +140,7 @@ def _tables(
     index: RowSource, batches: list[np.ndarray], device: torch.device
 ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
     """For lists (n, t) of rows, -1 missing: the rows that they name (m, D) float32 on a device, and the lists as places
-    among these. The same numbers whether all rows lie there already or each batch's are sent: then, to another device
+    among these. The same numbers whether all rows are there already or each batch's are sent: then, to another device
     than this one, the next batch's while this one is in use.
     """
     resident = index.resident(device) if isinstance(index, FlatIndex | StoredIndex) else None
@@ -188,7 +188,7 @@ def _expand(
 
 
 def shares(method: Method, rows: int) -> bool:
-    """Whether the first products of so many database rows are computed once and kept in memory.
+    """Whether the first products of that many database rows are computed once and kept in memory.
 
     Decided by the numbers alone, never by the machine: sharing changes the last bits of a result.
     """
@@ -215,7 +215,7 @@ def spared(method: Method, k: int, rows: int, expanded: int, tables: int) -> int
 
 
 def shared_table(method: Method, rows: int, blocks_of_rows: Iterable[np.ndarray]) -> np.ndarray:
-    """What all lists share of so many rows, given as blocks (n, D): (rows, shared_width) float32, held once."""
+    """What all lists share of that many rows, given as blocks (n, D): (rows, shared_width) float32, held once."""
     if not isinstance(method, AttentionExpansion):
         raise LattqeError(f"{method.name} shares nothing between lists")
     table, start = np.empty((rows, method.shared_width), dtype=np.float32), 0

@@ -19,7 +19,7 @@ from lattqe.errors import LattqeError
 from lattqe.extraction.resnet import IMAGENET_MEAN, IMAGENET_STD, GeM, read_file, read_saved
 
 POOLS = ("auto", "cls", "gem", "mean")
-EXTRA = "pip install 'lattqe[backbones]', with the torchvision that belongs to your torch"
+EXTRA = "pip install 'lattqe[backbones]', with the torchvision that matches your torch"
 GEM_POWER = 3.0
 
 
@@ -168,7 +168,7 @@ class _Pooled(nn.Module):
 
 
 def _torchvision(torchvision: ModuleType, name: str, pool: str) -> tuple[Backbone, nn.Module]:
-    """A classifier of torchvision without its last layers, pooled anew."""
+    """A classifier of torchvision without its last layers, pooled again."""
     try:
         network = torchvision.models.get_model(name, weights=None)
         prepare = torchvision.models.get_model_weights(name).DEFAULT.transforms()
@@ -199,7 +199,7 @@ def _torchvision(torchvision: ModuleType, name: str, pool: str) -> tuple[Backbon
 def _open_clip(open_clip: ModuleType, name: str, pool: str) -> tuple[Backbone, nn.Module]:
     """The image side of a CLIP network, with the projection that its text side is compared with."""
     if pool != "auto":
-        raise LattqeError(f"open_clip:{name} has a pooling of its own: leave --pool out")
+        raise LattqeError(f"open_clip:{name} has its own pooling: leave --pool out")
     if name not in open_clip.list_models():
         raise LattqeError(f"open_clip:{name} is not known: see open_clip.list_models()")
     try:

@@ -88,7 +88,7 @@ class EncoderSpec:
                 "give one of --checkpoint FILE, --model package:name with --weights FILE, or --encoder module:function"
             )
         if self.model is None and (self.weights is not None or self.pool != "auto"):
-            raise LattqeError("--weights and --pool belong to --model")
+            raise LattqeError("--weights and --pool need --model")
 
     @property
     def source(self) -> str:

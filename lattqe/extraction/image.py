@@ -100,7 +100,7 @@ def read_image_file(place: Place, name: str, size: int = -1) -> bytes:
 
 
 def _check_regular(path: Path) -> None:
-    """Refuse pipes, sockets and devices: reading one may wait for ever."""
+    """Refuse pipes, sockets and devices: reading one may wait forever."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise BadImage("not a regular file but a pipe, socket or device")
 
@@ -148,7 +148,7 @@ def _check_header(image: Image.Image, framing: Framing) -> None:
 def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(ORIENTATION_TAG, 1))
-    except Exception:  # damaged EXIF of a sound picture: take it as it lies
+    except Exception:  # damaged EXIF of a sound picture: take it as it is
         return 1
 
 
@@ -269,7 +269,7 @@ class ImageList:
 
     @classmethod
     def load(cls, root: str, place: Place, name: str) -> "ImageList":
-        """Open a stored list; it is mapped where it lies on disk."""
+        """Open a stored list; it is mapped where it is on disk."""
         return cls(root, pa.ipc.open_file(pa.BufferReader(place.fetch(name))).read_all())
 
 
@@ -303,10 +303,10 @@ def _from_list_file(parent: Place, name: str, root: str | None) -> ImageList:
     try:
         lines = parent.read(name).decode("utf-8").splitlines()
     except UnicodeDecodeError:
-        raise LattqeError(f"{parent.uri}/{name} is not a UTF-8 text file: give one image path on each line") from None
+        raise LattqeError(f"{parent.uri}/{name} is not a UTF-8 text file: give one image path per line") from None
     listed = [line.strip() for line in lines if line.strip()]
     if not listed:
-        raise LattqeError(f"{parent.uri}/{name} lists no images: give one image path on each line")
+        raise LattqeError(f"{parent.uri}/{name} lists no images: give one image path per line")
     base = open_place(root) if root is not None else parent
     if base.is_local:
         # Lists name files anywhere on the disk, so the root is the disk.
@@ -349,7 +349,7 @@ def folder_labels(images: ImageList) -> tuple[list[int], list[str]]:
     """One label for each image, the number of its top folder among the sorted top folders; and these folders."""
     tops = [PurePosixPath(entry.id).parts[0] if "/" in entry.id else "" for entry in images.entries()]
     if "" in tops:
-        raise LattqeError(f"{tops.count('')} images lie in no folder: labels by folder need every image in one")
+        raise LattqeError(f"{tops.count('')} images are not in a folder: labels by folder need every image in one")
     names = sorted(set(tops))
     numbers = {top: number for number, top in enumerate(names)}
     return [numbers[top] for top in tops], names

@@ -276,7 +276,7 @@ def published_whitening(uri: str, training_set: str | None, scales: str) -> tupl
     data = read_file(uri)
     found = read_checkpoint(data, uri).post_whitening
     if not isinstance(found, dict) or not found:
-        raise LattqeError(f"{uri} carries no whitening (no 'Lw' in its meta): learn one with `lattqe whiten learn`")
+        raise LattqeError(f"{uri} contains no whitening (no 'Lw' in its meta): learn one with `lattqe whiten learn`")
     if training_set is None and len(found) == 1:
         training_set = next(iter(found))
     try:
@@ -284,7 +284,7 @@ def published_whitening(uri: str, training_set: str | None, scales: str) -> tupl
         mean, projection = np.asarray(entry["m"], dtype=np.float64), np.asarray(entry["P"], dtype=np.float64)
     except (KeyError, TypeError, ValueError):
         raise LattqeError(
-            f"{uri} carries no readable whitening {training_set!r} for {scales!r}: choose with "
+            f"{uri} contains no readable whitening {training_set!r} for {scales!r}: choose with "
             f"--training-set (it has {', '.join(map(repr, found))}) and --single-scale"
         ) from None
     config = {"method": "published", "training_set": training_set, "scales": scales}

@@ -218,7 +218,7 @@ class Destination:
 
     @property
     def stage_uri(self) -> str:
-        """Where the blocks lie."""
+        """Where the blocks are."""
         return open_place(self.uri).child(STAGE).uri
 
     @property

@@ -116,7 +116,7 @@ def _choose_vector(name: str, schema: pa.Schema, key: str | None) -> str:
 
 
 def _choose_column(name: str, schema: pa.Schema, usual: tuple[str, ...], key: str | None) -> str | None:
-    """The column of ids or labels: the one asked for, or the first with a usual name."""
+    """The column of ids or labels: the one requested, or the first with a usual name."""
     if key is not None and key not in schema.names:
         raise LattqeError(f"{name} has no column {key!r}; it has {', '.join(schema.names[:8])}")
     return key or next((column for column in usual if column in schema.names), None)

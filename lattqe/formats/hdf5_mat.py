@@ -3,7 +3,7 @@
 HDF5 gives the datasets of a file by their path. Links and storage that lead out of the file are not followed. Texts of
 any length are read from the file's bytes: a dataset of such texts holds for each its length and where it lies (a
 collection of objects, a number in it). The library trusts both: a damaged length makes it fill gigabytes, and free
-space of size 0 keeps it busy for ever (HDF5 2.0). Here every number is compared with the file first.
+space of size 0 keeps it busy forever (HDF5 2.0). Here every number is compared with the file first.
 
 A .mat of v7.3 is HDF5. Up to v7 (the 'level 5' format) a file is a list of elements, each with a type and a size; a
 variable is an element of elements (flags, dimensions, name, values), or such an element packed by zlib. Values are
@@ -159,7 +159,7 @@ def datasets(path: Path, columns: Collection[str] = ()) -> dict[str, Any]:
 
 
 def check_storage(path: Path, dataset: Any) -> None:
-    """Refuse a dataset that lies in other files, or whose chunks are too large to be unpacked."""
+    """Refuse a dataset that is stored in other files, or whose chunks are too large to be unpacked."""
     name = dataset.name
     if dataset.external or dataset.is_virtual:
         raise LattqeError(f"{path}: {name} keeps its values in other files; copy them into one file")

@@ -1,6 +1,6 @@
 """Matrices that stay in their file, which of several named arrays are vectors, ids, labels; and files of matrices.
 
-Those are numpy's .npy (a row for each image), .fvecs (each row is its dimension, then so many float32), and pickles:
+Those are numpy's .npy (a row for each image), .fvecs (each row is its dimension, then that many float32), and pickles:
 one matrix, a dict of arrays, or a dict from image to vector.
 """
 
@@ -82,7 +82,7 @@ class FileMatrix:
         count = (rows - 1) * self.stride + columns
         piece = np.fromfile(self.path, stored, count, offset=self.offset + start * stored.itemsize)
         if len(piece) != count:
-            raise LattqeError(f"{self.path} ends in the middle")
+            raise LattqeError(f"{self.path} is truncated")
         matrix = np.lib.stride_tricks.as_strided(
             piece, (rows, columns), (self.stride * stored.itemsize, stored.itemsize), writeable=False
         )
@@ -175,7 +175,7 @@ def open_named(
         if columns_are_images is None:
             way = "columns" if transposed else "rows"
             other = "--no-transposed" if transposed else "--transposed"
-            notes.append(f"the {way} of {chosen!r} {_shape(matrix)} are taken for images ({other} for the other way)")
+            notes.append(f"the {way} of {chosen!r} {_shape(matrix)} are taken as images ({other} for the opposite)")
     if transposed and len(matrix.shape) == 2:
         matrix = Transposed(matrix)
     rows = matrix.shape[0] if len(matrix.shape) == 2 else 0
@@ -192,7 +192,7 @@ def open_named(
 
 
 def choose(name: str, contents: Mapping[str, Any], key: str | None) -> str:
-    """Return the name of the vectors: the one asked for, the only matrix, or the only one with a usual name."""
+    """Return the name of the vectors: the one requested, the only matrix, or the only one with a usual name."""
     if key is not None:
         if key not in contents:
             raise LattqeError(f"{name} holds no {key!r}; it holds {_listing(contents) or 'no arrays'}")
@@ -349,7 +349,7 @@ def _rows_by_name(path: Path, value: dict[Any, Any], options: Options, kind: str
     options.refuse_column_names(path, "maps each image to its vector")
     if options.transposed:
         raise LattqeError(f"{path} maps each image to its vector; leave out --transposed")
-    ids, notes = as_ids(list(value), str(path)), ["the keys are taken for ids"]
+    ids, notes = as_ids(list(value), str(path)), ["its keys are used as ids"]
     return MatrixReader(str(path), RowList(list(value.values())), kind=kind, ids=ids, notes=notes)
 
 

@@ -101,14 +101,14 @@ class Machine:
         data, operations = self.data, OPERATIONS
         while True:
             if self.position >= len(data):
-                raise Malformed(f"it ends in the middle, after {len(data)} bytes")
+                raise Malformed(f"it is truncated after {len(data)} bytes")
             code = data[self.position]
             self.position += 1
             if code == _STOP:
                 break
             operation = operations.get(code)
             if operation is None:
-                raise Malformed(f"byte {self.position - 1} is no operation of a data pickle ({code:#04x})")
+                raise Malformed(f"byte {self.position - 1} is not an operation of a data pickle ({code:#04x})")
             operation(self)
         (value,) = self.stack
         return value
@@ -117,7 +117,7 @@ class Machine:
         """Advance over the next `count` bytes; a count beyond the end of the file is refused, never allocated."""
         end = self.position + count
         if end > len(self.data):
-            raise Malformed(f"it ends in the middle: {count} bytes are declared at {self.position}")
+            raise Malformed(f"it is truncated: {count} bytes are declared at {self.position}")
         piece = self.data[self.position : end]
         self.position = end
         return piece
@@ -137,7 +137,7 @@ class Machine:
                 self.position = start + end + 1
                 return text
             start, step = start + step, step * 2
-        raise Malformed("it ends in the middle of a line")
+        raise Malformed("it is truncated in the middle of a line")
 
     def items(self) -> list[Any]:
         """Take everything above the last mark, and the mark."""
@@ -155,7 +155,7 @@ class Machine:
         for argument in arguments:
             self.budget -= len(argument) if hasattr(argument, "__len__") else 1
         if self.budget < 0:
-            raise Malformed("it unfolds to far more than its own size")
+            raise Malformed("it expands to far more than its own size")
 
 
 def _push(value: Any) -> Callable[[Machine], None]:

@@ -42,7 +42,7 @@ class ElementType:
     def build(self, state: Any) -> None:
         """Take the state (version, byte order, subdtype, names, fields, itemsize, alignment, flags)."""
         if not isinstance(state, tuple) or len(state) < 5 or state[1] not in ("<", ">", "|", "="):
-            raise Malformed("a numpy dtype is spelled wrong")
+            raise Malformed("a numpy dtype is malformed")
         if any(part is not None for part in state[2:5]):
             raise Malformed("a numpy dtype has fields; only plain numbers and strings are read")
         self.order = state[1]
@@ -57,7 +57,7 @@ class UnbuiltArray:
     def build(self, state: Any) -> np.ndarray:
         """Make the array out of (version, shape, dtype, is Fortran order, bytes); older writers leave out version."""
         if not isinstance(state, tuple) or len(state) not in (4, 5):
-            raise Malformed("a numpy array is spelled wrong")
+            raise Malformed("a numpy array is malformed")
         shape, dtype, fortran, raw = state[-4:]
         return array_of(raw, dtype, shape, "F" if fortran else "C")
 
@@ -74,7 +74,7 @@ def raw_bytes(raw: Any) -> bytes | bytearray | memoryview:
 def array_of(raw: Any, dtype: Any, shape: Any, order: str) -> np.ndarray:
     """View `raw` as an array. The declared shape must account for every byte, so nothing is ever allocated by it."""
     if not isinstance(dtype, ElementType) or not isinstance(shape, tuple) or len(shape) > 32:
-        raise Malformed("a numpy array is spelled wrong")
+        raise Malformed("a numpy array is malformed")
     if not all(type(side) is int and side >= 0 for side in shape):
         raise Malformed(f"a numpy array has the impossible shape {shape!s:.100}")
     data, element = raw_bytes(raw), dtype.numpy()
@@ -86,7 +86,7 @@ def array_of(raw: Any, dtype: Any, shape: Any, order: str) -> np.ndarray:
 
 
 def key(value: Any) -> Any:
-    """Let a scalar, or a flat tuple of scalars, be a key; hashing deeper ones can be made to take for ever."""
+    """Let a scalar, or a flat tuple of scalars, be a key; hashing deeper ones can be made to take forever."""
     flat = value if isinstance(value, tuple) else (value,)
     if all(part is None or isinstance(part, (str, bytes, int, float, np.generic)) for part in flat):
         return value
@@ -125,7 +125,7 @@ def _scalar(dtype: Any, raw: Any) -> Any:
 
 def _encode(text: Any, codec: Any = "latin1") -> bytes:
     if not isinstance(text, str) or codec not in ("latin1", "latin-1", "utf-8"):
-        raise Malformed("bytes are spelled wrong")
+        raise Malformed("bytes are malformed")
     return text.encode(codec)
 
 
@@ -136,27 +136,27 @@ def _bytes(*parts: Any) -> bytes:
         return _encode(*parts)
     if isinstance(parts[0], (bytes, bytearray, memoryview)):  # never a number: bytes(10**12) would allocate it
         return bytes(parts[0])
-    raise Malformed("bytes are spelled wrong")
+    raise Malformed("bytes are malformed")
 
 
 def _items(parts: tuple[Any, ...]) -> list[Any]:
     if not parts:
         return []
     if len(parts) != 1 or not isinstance(parts[0], (list, tuple)):
-        raise Malformed("a container is spelled wrong")
+        raise Malformed("a container is malformed")
     return list(parts[0])
 
 
 def _ordered(*parts: Any) -> OrderedDict[Any, Any]:
     pairs = _items(parts)
     if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
-        raise Malformed("an OrderedDict is spelled wrong")
+        raise Malformed("an OrderedDict is malformed")
     return OrderedDict((key(name), value) for name, value in pairs)
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
     if not isinstance(real, float) or not isinstance(imaginary, float):
-        raise Malformed("a complex number is spelled wrong")
+        raise Malformed("a complex number is malformed")
     return complex(real, imaginary)
 
 

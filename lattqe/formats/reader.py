@@ -18,7 +18,7 @@ import numpy as np
 from lattqe.errors import LattqeError
 
 MAX_COLUMNS = 1 << 20  # beyond any descriptor; a damaged header must not decide how much is allocated
-BLOCK_BYTES = 1 << 25  # of float32, whatever number of rows was asked for
+BLOCK_BYTES = 1 << 25  # of float32, whatever number of rows was requested
 MAX_EXPANSION = 100  # bytes of float32 for each byte of a file: vectors of numbers hardly compress
 UNFOLDED_BYTES = 64 << 20  # that do no harm, however small the file
 
@@ -26,7 +26,7 @@ Labels = np.ndarray | list[str]
 
 INT32 = np.iinfo(np.int32)
 MAX_ID = 4096  # characters
-NEEDED = "a column of text or whole numbers is needed"
+NEEDED = "a column of strings or whole numbers is needed"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Options:
 
     key: str | None = None
     transposed: bool | None = None
-    allow_expansion: bool = False  # whether a small file may unfold to very many rows
+    allow_expansion: bool = False  # whether a small file may expand to very many rows
     ids_key: str | None = None  # the array or column with ids; None: one with a usual name
     labels_key: str | None = None
 
@@ -190,7 +190,7 @@ def check_expansion(path: Path, rows: int, dim: int) -> None:
         times = unfolded // size
         raise LattqeError(
             f"{path} has {size:,} bytes and declares {rows:,} × {dim} numbers, {times:,} times as much: "
-            f"{MAX_EXPANSION} times is the limit, give --allow-expansion if this is meant"
+            f"{MAX_EXPANSION} times is the limit, give --allow-expansion if this is intended"
         )
 
 
@@ -202,7 +202,7 @@ def find_format(name: str) -> Format:
     for format in FORMATS:
         if ending in format.endings:
             return format
-    raise LattqeError(f"{name}: the ending {ending!r} is unknown; known are {' '.join(ENDINGS)}")
+    raise LattqeError(f"{name}: unknown suffix {ending!r}; known are {' '.join(ENDINGS)}")
 
 
 def as_ids(values: Any, name: str) -> list[str]:
@@ -249,7 +249,7 @@ def read_ids(path: str | Path, rows: int | None = None) -> list[str]:
 
 
 def _names_of_ground_truth(path: Path, rows: int | None) -> Any:
-    """The list of a revisited ground truth that names so many rows."""
+    """The list of a revisited ground truth that names that many rows."""
     from lattqe.formats.pickle_file import load
 
     check_file(path)
@@ -267,7 +267,7 @@ def _names_of_ground_truth(path: Path, rows: int | None) -> Any:
         raise LattqeError(
             f"{path} names {sizes['imlist']:,} images (imlist) and {sizes['qimlist']:,} queries "
             f"(qimlist), and there are {rows:,} rows: "
-            + ("write the names that you mean into a .txt file" if fitting else "give all of one list")
+            + ("write the intended names to a .txt file" if fitting else "give all of one list")
         )
     return lists[fitting[0]]
 

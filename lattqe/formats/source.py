@@ -157,7 +157,7 @@ class ImportSource:
 
     @property
     def has_ids(self) -> bool:
-        """Whether every file brings ids of its own, or a file of ids was given."""
+        """Whether every file brings its own ids, or a file of ids was given."""
         return all(part.ids is not None or part.reader.has_ids for part in self._parts)
 
     def blocks(self, size: int) -> Iterator[RowBlock]:
@@ -226,8 +226,8 @@ def open_source(
 
     `ids` and `labels` are files (.npy, .txt, .csv) with one entry for each row of all files together; `ids` may be a
     revisited ground truth (.pkl, .json), whose imlist or qimlist is taken by its length. `ids_key` and `labels_key`
-    name columns or arrays of the files themselves. `columns` keeps
-    the first so many; `rows` ("A:B") and `select` (see `selected_rows`) keep some rows, numbered over all files.
+    name columns or arrays of the files themselves. `columns` keeps that many columns,
+    the first ones; `rows` ("A:B") and `select` (see `selected_rows`) keep some rows, numbered over all files.
     """
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
     if not paths:

@@ -67,7 +67,7 @@ class TorchFile:
         self.members = {info.filename: info for info in archive.infolist()}
         programs = [name for name in self.members if name.rpartition("/")[2] == "data.pkl"]
         if len(programs) != 1:
-            raise LattqeError(f"{path} is a zip file, but none of torch.save's")
+            raise LattqeError(f"{path} is a zip file, but not from torch.save")
         self.folder = programs[0].removesuffix("data.pkl")
 
     def value(self) -> Any:
@@ -126,7 +126,7 @@ class TorchFile:
 def load_torch(data: bytes, name: str, make: Callable[[np.ndarray], Any]) -> Any:
     """Everything that torch.save wrote, in either of its formats: containers, numbers, numpy arrays, tensors by `make`.
 
-    Each tensor is a writable array of its own; together they may not be much larger than the data.
+    Each tensor is a separate writable array; together they may not be much larger than the data.
     """
     return _TorchBytes(data, name, make).value()
 
@@ -155,7 +155,7 @@ class _TorchBytes:
     def _zipped(self, archive: zipfile.ZipFile) -> Any:
         programs = [info.filename for info in archive.infolist() if info.filename.rpartition("/")[2] == "data.pkl"]
         if len(programs) != 1 or any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
-            raise LattqeError(f"{self.name} is refused: it is a zip file, but none of torch.save's")
+            raise LattqeError(f"{self.name} is refused: it is a zip file, but not from torch.save")
         folder = programs[0].removesuffix("data.pkl")
         for info in archive.infolist():
             if info.filename.startswith(f"{folder}data/"):
@@ -179,7 +179,7 @@ class _TorchBytes:
             size = count * _itemsize(self.kinds.get(key, np.dtype("u1")))
             position += 8
             if count < 0 or position + size > len(self.data):
-                raise LattqeError(f"{self.name} is refused: it ends in the middle of a storage")
+                raise LattqeError(f"{self.name} is refused: it is truncated in the middle of a storage")
             self.raw[key] = self.data[position : position + size]
             position += size
         return loads_first(program, self.name, meanings=_meanings(self.tensor), persistent=self.storage)[0]
@@ -199,13 +199,13 @@ class _TorchBytes:
     def tensor(self, stored: Any, first: Any, shape: Any, strides: Any, *_rest: Any) -> Any:
         """One tensor, copied out of its storage."""
         if not isinstance(stored, tuple) or len(stored) != 2:
-            raise Malformed("a tensor is spelled wrong")
+            raise Malformed("a tensor is malformed")
         storage, raw = stored
         _check_tensor(storage, first, shape, strides)
         size = _itemsize(storage.stored)
         self.budget -= math.prod(shape) * size
         if self.budget < 0:
-            raise Malformed("its tensors unfold to far more than its own size")
+            raise Malformed("its tensors expand to far more than its own size")
         flat = np.frombuffer(raw, "<u2" if storage.stored == BFLOAT16 else storage.stored)[first:]
         array = np.lib.stride_tricks.as_strided(flat, shape, [stride * size for stride in strides], writeable=False)
         if storage.stored == BFLOAT16:
@@ -243,14 +243,14 @@ def _itemsize(stored: Any) -> int:
 
 
 def _check_tensor(storage: Any, first: Any, shape: Any, strides: Any) -> None:
-    """Refuse a tensor that does not lie within its storage."""
+    """Refuse a tensor that is not within its storage."""
     if (
         not isinstance(storage, Storage)
         or not isinstance(shape, tuple)
         or not isinstance(strides, tuple)
         or not all(type(number) is int and number >= 0 for number in (first, *shape, *strides))
     ):
-        raise Malformed("a tensor is spelled wrong")
+        raise Malformed("a tensor is malformed")
     last = first + sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True))
     if math.prod(shape) and (last >= storage.count or math.prod(shape) > storage.count):
         raise Malformed(f"a tensor of shape {shape} is larger than its storage of {storage.count}")

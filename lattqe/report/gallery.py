@@ -30,7 +30,7 @@ from lattqe.store import MissingFileError, Place, UnavailableError, open_place, 
 LADDER = ((176, 78), (144, 72), (120, 66), (96, 60), (72, 52), (56, 45), (40, 35))
 TEMPLATE = Path(__file__).with_name("gallery.html")
 PAGE_BYTES = 20_000_000
-MARKUP_BYTES = 700  # of one tile without its picture, at the most that is usual
+MARKUP_BYTES = 700  # of one tile without its picture, at most that is usual
 # How queries are chosen and ordered: the key of a card, smallest first.
 ORDERS: dict[str, Callable[["Card"], float]] = {
     "change": lambda card: -abs(card.gain),
@@ -53,7 +53,7 @@ class Thumbnails:
         self._numbers: dict[tuple[str, Box | None], int | None] = {}
         self._pictures: list[bytes] = []
         self._suffixes = list(IMAGE_SUFFIXES)
-        self.missing: list[str] = []  # ids without a picture, in the order in which they were asked for
+        self.missing: list[str] = []  # ids without a picture, in the order in which they were requested
 
     def get(self, identifier: str, box: Box | None = None) -> int | None:
         """The number of the picture of an id, cropped to `box`; None where its file is missing or broken."""
@@ -189,7 +189,7 @@ class Gallery:
 
     @property
     def judged_by(self) -> Setup | None:
-        """The setup asked for; Medium of the revisited three."""
+        """The setup requested; Medium of the revisited three."""
         if self.setup is not None:
             return next(one for one in self.setups if one.name == self.setup)
         return self.setups[len(self.setups) // 2] if self.setups else None
@@ -220,11 +220,11 @@ class Gallery:
 
 
 def choose(cards: Sequence[Card], order: str, count: int) -> list[Card]:
-    """The first so many cards in an order; of 'change' half are the largest gains and half the largest losses."""
+    """The first `count` cards in an order; of 'change' half are the largest gains and half the largest losses."""
     if order not in ORDERS:
         raise LattqeError(f"unknown order {order!r}: choose one of {', '.join(ORDERS)}")
     if count < 1:
-        raise LattqeError(f"{count} queries cannot be shown: ask for at least 1")
+        raise LattqeError(f"cannot show {count} queries: give at least 1")
     if order == "change" and len(cards) > count:
         gains = sorted(cards, key=ORDERS["gain"])
         cards = [*gains[: (count + 1) // 2], *gains[len(gains) - count // 2 :]]
@@ -240,7 +240,7 @@ def fill(
 ) -> list[Card]:
     """The cards with their first `results` results and pictures; `on_done(1)` hears of each."""
     if results < 1:
-        raise LattqeError(f"{results} results cannot be shown: ask for at least 1")
+        raise LattqeError(f"cannot show {results} results: give at least 1")
     boxes = gallery.ranks.gnd.boxes if gallery.ranks.gnd is not None else None
     sides = [("after" if gallery.against is not None else "", gallery.ranks)]
     if gallery.against is not None:
@@ -367,7 +367,7 @@ def _method(ranks: JudgedRanks, expand: Mapping[str, object]) -> Method:
     if model is not None:
         digest = read_manifest(open_place(model["uri"]), "model").digest
         if digest != model["digest"]:
-            raise LattqeError(f"the model at {model['uri']} is another one now")
+            raise LattqeError(f"the model at {model['uri']} has changed")
         params["model"] = model["uri"]
     return create(str(expand["method"]), **params)
 

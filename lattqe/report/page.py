@@ -324,9 +324,9 @@ def verdict(groups: Sequence[Mapping[str, Any]]) -> str:
         }
         harmed = [name for name, one in sure.items() if one["difference"] < -HARMLESS]
         helped = [name for name, one in sure.items() if one["low"] > 0]
-        text = f"helps with {', '.join(helped)} relevant images" if helped else "helps nowhere for sure"
+        text = f"helps with {', '.join(helped)} relevant images" if helped else "does not clearly help anywhere"
         sentences.append(
-            f"{label} {text}" + (f"; it harms with {', '.join(harmed)}." if harmed else "; it harms nowhere.")
+            f"{label} {text}" + (f"; it harms with {', '.join(harmed)}." if harmed else "; it does no harm.")
         )
     return " ".join(sentences)
 

@@ -63,7 +63,7 @@ class Illustration:
     panels: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """The panels as files of their own: {'nqe.svg': text}, numbered where there are several."""
+        """The panels as separate files: {'nqe.svg': text}, numbered where there are several."""
         if len(self.panels) == 1:
             return {f"{self.name}.svg": self.panels[0]}
         return {f"{self.name}-{number}.svg": panel for number, panel in enumerate(self.panels, start=1)}
@@ -242,10 +242,10 @@ def density_gains(title: str, groups: Sequence[Mapping[str, Any]]) -> str:
             max(other["tuned"] for other in group["lines"] if not is_learned(other["method"])) - none
             for group, none in zip(groups, plain)
         ]
-        axis.plot(places, best, color=GREY, linewidth=1, marker="_", label="best rival, tuned for each set")
+        axis.plot(places, best, color=GREY, linewidth=1, marker="_", label="best other method, tuned for each set")
         axis.axhline(0, color="black", linewidth=0.8)
         axis.set_xticks(places, [str(group["relevant"] or "all") for group in groups])
-        axis.set(title=title, xlabel="relevant images for each query", ylabel="gain in mAP (points)")
+        axis.set(title=title, xlabel="relevant images per query", ylabel="gain in mAP (points)")
         axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
         return to_svg(figure)
 

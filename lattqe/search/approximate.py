@@ -79,7 +79,7 @@ class Approximation:
 
     @property
     def kept(self) -> bool:
-        """Whether the recall is what was asked for."""
+        """Whether the recall is what was requested."""
         return self.recall.mean >= self.wanted
 
     def facts(self) -> dict[str, Any]:
@@ -148,12 +148,12 @@ def check_recall(recall: float) -> None:
     """Refuse a recall that cannot be promised."""
     if not 0 < recall < 1:
         raise LattqeError(
-            f"a recall of {recall:g} cannot be promised: give one between 0 and 1, or ask for all exactly"
+            f"recall {recall:g} is not possible: give a number between 0 and 1, or leave --approximate out"
         )
 
 
 def reason_for_exact(rows: int, k: int) -> str | None:
-    """Why a graph of so many rows is made exactly even where an approximate one would do, or None.
+    """Why a graph of that many rows is made exactly even where an approximate one would do, or None.
 
     LattqeError where k is too large for any clusters.
     """

@@ -64,21 +64,21 @@ def rows_per_block(dim: int, k: int, copied: bool = True) -> int:
 
 def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Products], clock: Clock) -> Lists:
     """Compare a block with itself: diagonal tiles first, so that every row has a threshold, then one triangle."""
-    return with_room(lambda: _compare_within(rows, lists, first_row, lanes, clock), lanes)
 
+    def attempt() -> Lists:
+        running = running_topk(lanes[0], rows, rows, lists.ids.shape[1], _known(lists))
+        cuts = samples(len(rows), tile_rows(len(rows), lanes))
 
-def _compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Products], clock: Clock) -> Lists:
-    running = running_topk(lanes[0], rows, rows, lists.ids.shape[1], _known(lists))
-    cuts = samples(len(rows), tile_rows(len(rows), lanes))
+        def compare(products: Products, pair: tuple[int, int]) -> None:
+            a, b = pair
+            _feed(rows, rows, cuts[a], cuts[b], running, None if a == b else running, products, clock, diagonal=a == b)
 
-    def compare(products: Products, pair: tuple[int, int]) -> None:
-        a, b = pair
-        _feed(rows, rows, cuts[a], cuts[b], running, None if a == b else running, products, clock, diagonal=a == b)
+        run_pairs(all_pairs(len(cuts)), compare, lanes)
+        _score([running], running, lanes[0].threads, clock)
+        redone = _search_again(rows, running, lanes, clock)
+        return _merge(running, lists, first_row, lanes[0].threads, clock, redone)
 
-    run_pairs(all_pairs(len(cuts)), compare, lanes)
-    _score([running], running, lanes[0].threads, clock)
-    redone = _search_again(rows, running, lanes, clock)
-    return _merge(running, lists, first_row, lanes[0].threads, clock, redone)
+    return with_room(attempt, lanes)
 
 
 def _search_again(rows: Block, running: Running, lanes: Sequence[Products], clock: Clock) -> Redone:
@@ -108,42 +108,26 @@ def compare_between(
 
     `visitor_floor` (n,) float64: scores below which visitors take no row, whatever their lists say.
     """
-    return with_room(
-        lambda: _compare_between(
-            rows, visitors, lists, visitor_lists, first_row, first_visitor, lanes, clock, visitor_floor
-        ),
-        lanes,
-    )
 
+    def attempt() -> tuple[Lists, Lists]:
+        k, threads = lists.ids.shape[1], lanes[0].threads
+        running = running_topk(lanes[0], rows, visitors, k, _known(lists))
+        returning = running_topk(lanes[0], visitors, rows, k, _known(visitor_lists), visitor_floor)
+        cuts = samples(len(rows), tile_rows(len(rows), lanes))
+        visiting = samples(len(visitors), tile_rows(len(visitors), lanes))
 
-def _compare_between(
-    rows: Block,
-    visitors: Block,
-    lists: Lists,
-    visitor_lists: Lists,
-    first_row: int,
-    first_visitor: int,
-    lanes: Sequence[Products],
-    clock: Clock,
-    visitor_floor: np.ndarray | None,
-) -> tuple[Lists, Lists]:
-    k = lists.ids.shape[1]
-    running = running_topk(lanes[0], rows, visitors, k, _known(lists))
-    returning = running_topk(lanes[0], visitors, rows, k, _known(visitor_lists), visitor_floor)
-    cuts = samples(len(rows), tile_rows(len(rows), lanes))
-    visiting = samples(len(visitors), tile_rows(len(visitors), lanes))
+        def compare(products: Products, pair: tuple[int, int]) -> None:
+            a, b = pair[0], pair[1] - len(cuts)
+            _feed(rows, visitors, cuts[a], visiting[b], running, returning, products, clock)
 
-    def compare(products: Products, pair: tuple[int, int]) -> None:
-        a, b = pair[0], pair[1] - len(cuts)
-        _feed(rows, visitors, cuts[a], visiting[b], running, returning, products, clock)
+        run_pairs([(a, len(cuts) + b) for a in range(len(cuts)) for b in range(len(visiting))], compare, lanes)
+        _score([running, returning], returning, threads, clock)
+        return (
+            _merge(running, lists, first_visitor, threads, clock),
+            _merge(returning, visitor_lists, first_row, threads, clock),
+        )
 
-    run_pairs([(a, len(cuts) + b) for a in range(len(cuts)) for b in range(len(visiting))], compare, lanes)
-    threads = lanes[0].threads
-    _score([running, returning], returning, threads, clock)
-    return (
-        _merge(running, lists, first_visitor, threads, clock),
-        _merge(returning, visitor_lists, first_row, threads, clock),
-    )
+    return with_room(attempt, lanes)
 
 
 def compare_one_way(
@@ -159,28 +143,20 @@ def compare_one_way(
 
     `floor` (n,) float64: scores below which rows take no visitor, whatever their lists say.
     """
-    return with_room(lambda: _compare_one_way(rows, visitors, lists, first_visitor, lanes, clock, floor), lanes)
 
+    def attempt() -> Lists:
+        running = running_topk(lanes[0], rows, visitors, lists.ids.shape[1], _known(lists), floor)
+        visiting = samples(len(visitors), tile_rows(len(visitors), lanes))
 
-def _compare_one_way(
-    rows: Block,
-    visitors: Block,
-    lists: Lists,
-    first_visitor: int,
-    lanes: Sequence[Products],
-    clock: Clock,
-    floor: np.ndarray | None,
-) -> Lists:
-    running = running_topk(lanes[0], rows, visitors, lists.ids.shape[1], _known(lists), floor)
-    visiting = samples(len(visitors), tile_rows(len(visitors), lanes))
+        def compare(products: Products, cut: slice) -> None:
+            for visit in visiting:
+                _feed(rows, visitors, cut, visit, running, None, products, clock)
 
-    def compare(products: Products, cut: slice) -> None:
-        for visit in visiting:
-            _feed(rows, visitors, cut, visit, running, None, products, clock)
+        in_lanes(compare, samples(len(rows), tile_rows(len(rows), lanes)), lanes)
+        _score([running], None, lanes[0].threads, clock)
+        return _merge(running, lists, first_visitor, lanes[0].threads, clock)
 
-    in_lanes(compare, samples(len(rows), tile_rows(len(rows), lanes)), lanes)
-    _score([running], None, lanes[0].threads, clock)
-    return _merge(running, lists, first_visitor, lanes[0].threads, clock)
+    return with_room(attempt, lanes)
 
 
 def tile_rows(rows: int, lanes: Sequence[Products]) -> int:

@@ -50,7 +50,7 @@ def exact_scores(xq: Rows, xb: Rows, i: np.ndarray, j: np.ndarray) -> np.ndarray
 
 
 def _score(xq: np.ndarray, xb: np.ndarray, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-    """Score pairs of rows that lie in one array each."""
+    """Score pairs of rows that are in one array each."""
     starts = np.flatnonzero(np.diff(i, prepend=-1))
     if len(i) < LONG_RUN * len(starts):
         return _score_pairs(xq, xb, i, j)

@@ -10,7 +10,7 @@ are searched by our own products.
 An update costs in proportion to what changes: a new row enters an old row's list only if its score reaches the list's
 last one, which the graph holds. So the new rows are multiplied with the old ones once, feeding both sides; a list is
 touched only where something may enter, and only touched lists are scored and ordered again. A list that lost a member
-says nothing about what comes next: its row is searched anew.
+says nothing about what comes next: its row is searched again.
 """
 
 import time
@@ -27,7 +27,9 @@ from lattqe.search.index import best_rows, pair_scores, search_block
 from lattqe.search.products import Block, Products, kinds_for, lanes_on
 from lattqe.search.rows import Clock, Rows, check_rows, row_range, tiles
 
-TRIAL_ROWS, HOPELESS = 256, 3.0  # a kind that is so many times slower on a small trial is not measured further
+SAMPLE_FLOPS = 4e9  # for each thread, of the graph of the sample that is measured: about a twentieth of a second
+SAMPLE_ROWS = 1024, 8192
+TRIAL_ROWS, HOPELESS = 256, 3.0  # a kind that is this many times slower on a small trial is not measured further
 SPARE = 32  # candidates beyond k: enough that few rows of ordinary data go without a certificate
 GPU_CANDIDATES = 2048  # the most that faiss selects on a GPU
 CANDIDATE_ROWS = 4096  # rows whose candidates are scored at once
@@ -78,6 +80,11 @@ def knn_graph(
     return ids, scores
 
 
+def sample_size(dim: int) -> int:
+    """Rows of a sample whose graph says how fast a kind of products is for rows of so many columns."""
+    return int(np.clip(np.sqrt(SAMPLE_FLOPS * torch.get_num_threads() / max(dim, 1)), *SAMPLE_ROWS))
+
+
 def fastest_kind(
     x: np.ndarray, k: int, rows: int, device: torch.device | None = None, engine: str = "lattqe", seconds: float = 0.5
 ) -> tuple[str, float]:
@@ -86,7 +93,7 @@ def fastest_kind(
 
     The graph of the sample is computed by every kind in turn, with neighbors in the same proportion to the rows, so
     that as many entries of a tile are worth keeping as there will be. Takes about `seconds`. The second engine,
-    "faiss", has one kind of its own.
+    "faiss", has its own kind.
     """
     k = max(round(k * len(x) / max(rows, 1)), 1)
 

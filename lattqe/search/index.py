@@ -186,7 +186,7 @@ class FlatIndex:
         """The vectors of rows (n,) as they are stored: (n, D) float16 or float32."""
         local = self._local(rows)
         if local.size and local.min() < 0:
-            raise LattqeError(f"row {int(np.min(rows))} asked for: rows count from {self.first_row}")
+            raise LattqeError(f"row {int(np.min(rows))} requested: rows count from {self.first_row}")
         return self._block.stored[local]
 
     def resident(self, device: torch.device) -> torch.Tensor | None:
@@ -207,12 +207,12 @@ class FlatIndex:
         rows = np.asarray(rows, dtype=np.int64)
         local = np.where(rows < 0, -1, rows - self.first_row)
         if local.size and (local.max() >= self.rows or local[rows >= 0].min(initial=0) < 0):
-            raise LattqeError(f"row {int(rows.max())} asked for: this index has {self.rows} rows from {self.first_row}")
+            raise LattqeError(f"row {int(rows.max())} requested: this index has {self.rows} rows from {self.first_row}")
         return local
 
 
 class Resident:
-    """Rows of so many bytes, read and brought to a device once, by whichever thread asks first."""
+    """Rows of that many bytes, read and brought to a device once, by whichever thread asks first."""
 
     def __init__(self, read: Callable[[], Rows], size: int) -> None:
         self._read, self._size, self._lock = read, size, Lock()
@@ -231,7 +231,7 @@ def pair_scores(xq: np.ndarray, xb: Rows, rows: np.ndarray) -> np.ndarray:
     """Exact scores of chosen rows: xq (nq, D), rows (nq, m) of xb, -1 padding -> (nq, m) float64, 0 at padding."""
     xq, rows = check_queries(xq, xb.shape[1]), np.asarray(rows)
     if rows.size and rows.max() >= len(xb):
-        raise LattqeError(f"row {int(rows.max())} asked for, but the database has {len(xb)} rows")
+        raise LattqeError(f"row {int(rows.max())} requested, but the database has {len(xb)} rows")
     i, m = np.nonzero(rows >= 0)
     scores = np.zeros(rows.shape)
     scores[i, m] = exact_scores(xq, xb, i, rows[i, m])
@@ -243,7 +243,7 @@ def count_above(xq: np.ndarray, xb: Rows, scores: np.ndarray, rows: np.ndarray, 
 
     xq (nq, D), scores (nq, m) float64 as `pair_scores` gives them, rows (nq, m) (-1: padding, counted as 0) ->
     (nq, m) int64. The rows need not be of xb: counts over several shards add up to the rank in all of them; row
-    numbers of xb start at `first_row`. The products are float64 because labelled items often lie in the bulk of the
+    numbers of xb start at `first_row`. The products are float64 because labelled items are often in the bulk of the
     scores, where a float32 error bound covers thousands of rows; memory: a few tiles of 16 MiB.
     """
     xb = check_rows(xb)

@@ -35,7 +35,7 @@ from lattqe.search.rows import Rows, as_tensor, check_rows, row_range, surplus_r
 SYMMETRIC_DIM = 256  # below, numpy loses more by mirroring A @ A.T than it gains by computing half of it
 TILE_ENTRIES = 4 << 20  # of one product: with its masks it stays near the last-level cache
 LEAST_TILE = 64
-SAMPLED_ROWS, WORTH_SORTING = (61, 0.06)  # one row of so many is tried: a larger share is not worth sorting out
+SAMPLED_ROWS, WORTH_SORTING = (61, 0.06)  # one in that many rows is tried: a larger share is not worth sorting out
 CPU = torch.device("cpu")
 
 Passing = tuple[Any, Any, Any]
@@ -346,7 +346,7 @@ GPU_KINDS = ("float32", "float16", "tf32")
 
 
 def kinds_for(device: torch.device | None = None) -> tuple[str, ...]:
-    """The kinds of products that a device has; the first is what is used unless another is asked for."""
+    """The kinds of products that a device has; the first is what is used unless another is requested."""
     if device is not None and device.type != "cpu":
         return GPU_KINDS
     return tuple(kind for kind in CPU_KINDS if kind != Int8Products.kind or int8_is_exact())

@@ -1,6 +1,6 @@
 """Rows of vectors, and threads that work on them.
 
-Rows are checked; they lie in one array or in several. Several, such as the mapped parts of a feature set, are used as
+Rows are checked; they are in one array or in several. Several, such as the mapped parts of a feature set, are used as
 if they were one: copying them together would cost every worker of a machine its own memory; mapped rows are shared,
 and cost none. Which of many equal rows can never be a neighbor is known before anything is compared.
 
@@ -82,7 +82,7 @@ def in_one(arrays: Sequence[np.ndarray]) -> Rows:
 
 
 def pieces_of(x: Rows) -> list[np.ndarray]:
-    """The arrays in which rows lie."""
+    """The arrays that hold the rows."""
     return x.arrays if isinstance(x, Pieces) else [x]
 
 
@@ -186,7 +186,7 @@ def as_tensor(x: np.ndarray) -> torch.Tensor:
 
 
 def together(x: Rows, out: torch.Tensor) -> torch.Tensor:
-    """Copy rows (n, D), which may lie in pieces, into `out`, converting them to its dtype."""
+    """Copy rows (n, D), which may be in pieces, into `out`, converting them to its dtype."""
     start = 0
     for piece in pieces_of(x):
         out[start : start + len(piece)] = as_tensor(piece)
@@ -275,7 +275,7 @@ def run_pairs(pairs: Sequence[Pair], compare: Callable[[Lane, Pair], None], lane
 
 
 def in_threads(function: Callable[[int, int], Result], cuts: Sequence[tuple[int, int]], threads: int) -> list[Result]:
-    """Call function(start, stop) for all cuts with so many threads: CPU work, whatever the device."""
+    """Call function(start, stop) for all cuts with that many threads: CPU work, whatever the device."""
     if threads == 1 or len(cuts) == 1:
         return [function(*cut) for cut in cuts]
     with ThreadPoolExecutor(threads) as pool:

@@ -18,7 +18,7 @@ import torch
 from lattqe.device import peak_bytes, pick_device
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.search.approximate import SEED, Approximation, Membership, Recall, approximate, lists_of
-from lattqe.search.graph import faiss_graph, fastest_kind, knn_graph
+from lattqe.search.graph import faiss_graph, fastest_kind, knn_graph, sample_size
 from lattqe.search.products import Block, lanes_on
 from lattqe.search.rows import Clock, Rows, in_one
 from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table, part_row_counts, row_bytes
@@ -28,8 +28,6 @@ from lattqe.store.place import absolute, node_folder, traffic
 BLOCK_ROWS = 65_536
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 MAX_ROWS = 2**31 - 1
-SAMPLE_FLOPS = 4e9  # for each thread, of the graph of the sample that is measured: about a twentieth of a second
-SAMPLE_ROWS = 1024, 8192
 SAMPLE_PARTS = 16  # from which they are taken: every part that is read is checked as a whole
 CLUSTERS = f"{WORK}clusters"  # of an approximate graph: every process that makes a part of it needs the same
 
@@ -141,7 +139,7 @@ def check_sets(task: GraphTask) -> None:
         raise LattqeError(f"{rows} rows are more than a graph can number ({MAX_ROWS})")
     if (task.against is None) != (task.known is None):
         raise LattqeError(
-            "--against and --into belong together: --into is the graph of the other set (make it once "
+            "--against and --into go together: --into is the graph of the other set (make it once "
             "with `lattqe neighbors OTHER`); only to find rows of OTHER: `lattqe search OTHER FEATURES`"
         )
     if task.known is None:
@@ -159,7 +157,7 @@ def check_sets(task: GraphTask) -> None:
         )
     if known.k < task.k:
         raise LattqeError(
-            f"{task.known} has {known.k} neighbors for each row, {task.k} are asked for: use -k {known.k}"
+            f"{task.known} has {known.k} neighbors per row, but {task.k} were requested: use -k {known.k}"
         )
 
 
@@ -187,7 +185,7 @@ def measure_products(task: GraphTask) -> tuple[str, float]:
     with their selection.
     """
     features = open_sets(task)[0]
-    wanted = int(np.clip(np.sqrt(SAMPLE_FLOPS * torch.get_num_threads() / max(features.dim, 1)), *SAMPLE_ROWS))
+    wanted = sample_size(features.dim)
     return fastest_kind(
         features.gather(sample_rows(features, wanted)),
         task.k,
@@ -287,7 +285,7 @@ class ClusterWorker:
         self.membership = Membership(self.plan.nearest, self.plan.clusters, self.whole.surplus)
 
     def run(self, part: int, on_rows: Callable[[int], None] = lambda rows: None) -> dict[str, Any]:
-        """Make one part; tell what it took."""
+        """Make one part; returns what it took."""
         clock = Clock()
         start = sum(self.pending.part_rows[:part])
         stop = start + self.pending.part_rows[part]
@@ -315,7 +313,7 @@ def agree_on_clusters(pending: Pending, rows: Rows, task: GraphTask) -> Approxim
     try:
         body = bytes(unseal_bytes(place.read(CLUSTERS), f"{pending.uri}/{CLUSTERS}"))
     except CorruptDataError:
-        place.delete(CLUSTERS)  # the same command again finds the same clusters anew
+        place.delete(CLUSTERS)  # the same command again finds the same clusters again
         raise
     header, _, numbers = body.partition(b"\n")
     facts = parse_json(header, f"{pending.uri}/{CLUSTERS}")

@@ -4,7 +4,7 @@ It is fed with float32 scores of known error and finished exactly. Each row has 
 be among its k best, whatever the rounding. Entries above it are appended to a small buffer; a full buffer is cut back
 to the entries that could still be among the k best. Where ties or near ties leave too many of those, the row is scored
 exactly on the spot. A threshold may also be guessed from a sample: at the end each row tells whether its guess is
-proven by what was kept, and a row whose guess was too high is searched anew.
+proven by what was kept, and a row whose guess was too high is searched again.
 
 On a device, thresholds, buffers, cutting back and the final order are tensors; what comes back is the finished lists.
 Float16 rows of ordinary length are scored there too: their products are multiples of 2^-48 and every sum of them fits
@@ -77,7 +77,7 @@ class RunningTopK:
 
     def lift(self, cut: slice | np.ndarray, kth: np.ndarray, guess: bool = False) -> None:
         """Raise thresholds of the rows in `cut`: each has k offered scores not below kth (m,) float32, or, with
-        `guess`, will probably be offered so many.
+        `guess`, will probably be offered that many.
         """
         possible = just_below(kth.astype(np.float64) - 2 * self.error[cut])
         self.threshold[cut] = np.maximum(self.threshold[cut], possible)

@@ -44,7 +44,7 @@ class NeighborGraph(StoredRows):
         super().__init__(place, manifest, cache)
 
     def read(self, start: int = 0, stop: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """(I (n, k) int32, D (n, k) float32) of rows start..stop; read-only views where they lie in one part."""
+        """(I (n, k) int32, D (n, k) float32) of rows start..stop; read-only views where they are in one part."""
         start, stop = self.parts.span(start, stop)
         pieces = [_lists(batch) for _, batch in self.parts.slices(start, stop)]
         if len(pieces) == 1:
@@ -147,7 +147,9 @@ class Ranks(NeighborGraph):
                 hint = "" if given else " (give its address by --database)"
                 raise LattqeError(f"the rows that {self.uri} names cannot be read{hint}: {error}") from error
             if features.digest != entry["digest"]:
-                raise LattqeError(f"{uri} is not the set that {self.uri} was found in: give that one with --database")
+                raise LattqeError(
+                    f"{uri} is not the set that was searched for {self.uri}: give that one with --database"
+                )
             sets.append(features)
         return sets
 

@@ -316,7 +316,7 @@ def _write_csv(rows: Iterator[tuple[str, list[dict[str, Any]]]], file: BinaryIO)
 
 
 def _write_json(rows: Iterator[tuple[str, list[dict[str, Any]]]], file: BinaryIO) -> None:
-    """One object for each query, each on a line of its own."""
+    """One object for each query, each on its own line."""
     before = "[\n"
     for query, results in rows:
         file.write(f"{before}{json.dumps({'query': query, 'results': results}, ensure_ascii=False)}".encode())

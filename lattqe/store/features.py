@@ -135,7 +135,7 @@ class FeatureSet(StoredRows):
         return {"dim": self.dim, "dtype": self.dtype, "labels": self.has_labels, **names}
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Vectors of rows start..stop, (n, D); a read-only view where they lie in one part, else a copy."""
+        """Vectors of rows start..stop, (n, D); a read-only view where they are in one part, else a copy."""
         start, stop = self.parts.span(start, stop)
         out: np.ndarray | None = None
         for row, batch in self.parts.slices(start, stop):
@@ -296,7 +296,7 @@ def _label_names(manifest: Manifest, uri: str) -> list[str] | None:
     if names is not None and (
         not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) != len(names)
     ):
-        raise CorruptDataError(f"{uri}: the label names in its manifest are not a list of distinct texts")
+        raise CorruptDataError(f"{uri}: the label names in its manifest are not a list of distinct strings")
     return names
 
 

@@ -20,20 +20,20 @@ from lattqe.store.place import Bytes, ChangedError, MissingFileError, Place, che
 
 TEMPORARY = ".tmp-"
 OWNER = re.compile(re.escape(TEMPORARY) + r"(?P<host>.+)-(?P<pid>\d{1,9})-[0-9a-f]{12}", re.DOTALL)
-# A temporary file of another machine cannot be asked for its process: it counts as abandoned after a day.
+# The process behind a temporary file of another machine cannot be checked: it counts as abandoned after a day.
 ABANDONED_SECONDS = 86_400
 
 _REASONS = {
-    errno.ENOSPC: "no space is left on that disk: free some, or choose another destination",
+    errno.ENOSPC: "no space left on that disk: free some, or choose another destination",
     errno.EDQUOT: "the disk quota is used up: free some space, or choose another destination",
     errno.EFBIG: "the file would be larger than this process or file system allows",
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied, or the file system has no hard links",
     errno.EOPNOTSUPP: "the file system lacks hard links, which exclusive writing needs",
     errno.EROFS: "the file system is read-only",
-    errno.ENOTDIR: "a file stands where a folder is needed",
+    errno.ENOTDIR: "there is a file where a folder is needed",
     errno.EISDIR: "it is a folder, not a file",
-    errno.EEXIST: "a file stands where a folder is needed",
+    errno.EEXIST: "there is a file where a folder is needed",
     errno.ENAMETOOLONG: "the name is too long",
 }
 

@@ -4,6 +4,7 @@ The manifest is written last and exclusively, so an artifact without one does no
 """
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ FORMAT_VERSION = 1
 # A manifest names each part in about 150 bytes: this is some hundred thousand parts, far beyond any real one.
 MAX_BYTES = 64 << 20
 SEAL_BYTES = 16
-MEASURED = "measured"  # in a configuration: what making the artifact found out, not what was asked for
+MEASURED = "measured"  # in a configuration: what making the artifact found out, not what was requested
 APPROXIMATE = "approximate"  # of an input: what its graph lacks
 KINDS = {
     "features": "feature set",
@@ -32,6 +33,17 @@ KINDS = {
     "ranks": "list of ranks",
     "model": "model",
     "edges": "weighted graph",
+}
+# Of a manifest's body, beside its format: each key with its type.
+KEYS: dict[str, type] = {
+    "kind": str,
+    "rows": int,
+    "fields": dict,
+    "parts": list,
+    "config": dict,
+    "inputs": dict,
+    "code_version": str,
+    "digest": str,
 }
 DTYPES = {"float16": pa.float16(), "float32": pa.float32()}
 NUMBERS = {pa.float16(): "float16", pa.float32(): "float32", pa.int32(): "int32"}  # that lists are made of
@@ -90,7 +102,7 @@ class Manifest:
             found = self.config.get(MEASURED)
             if not isinstance(found, dict) or not {"mean", "low", "high", "rows", "kept"} <= set(found):
                 return "a recall that was not measured"
-            missed = "" if found["kept"] else f", below the {self.config.get('recall')} asked for"
+            missed = "" if found["kept"] else f", below the target of {self.config.get('recall')}"
             return (
                 f"recall@{self.fields.get('k')} {found['mean']:.4f} (95 % interval {found['low']:.4f} to "
                 f"{found['high']:.4f}, {found['rows']:,} rows measured){missed}"
@@ -155,14 +167,17 @@ def seal_json(body: dict[str, Any]) -> bytes:
 def unseal_json(data: bytes, where: str) -> dict[str, Any]:
     """What `seal_json` was given; CorruptDataError where it was damaged or edited."""
     body = parse_json(data, where)
-    seal = body.pop("seal", None)
+    _check_own_checksum(body, body.pop("seal", None), where)
+    return body
+
+
+def _check_own_checksum(body: dict[str, Any], stated: Any, where: str) -> None:
     try:
-        sound = seal == checksum(canonical_json(body))
+        sound = stated == checksum(canonical_json(body))
     except ValueError:  # a number such as 1e999 is read as infinity
         sound = False
     if not sound:
         raise CorruptDataError(f"{where} does not match its own checksum: it was damaged or edited by hand")
-    return body
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
@@ -176,40 +191,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             f"{where} has format version {version}, this lattqe {__version__} reads up to "
             f"{FORMAT_VERSION}: install a newer lattqe"
         )
-    stated = body.pop("checksum", None)
-    try:
-        sound = stated == checksum(canonical_json(body))
-    except ValueError:  # a number such as 1e999 is read as infinity
-        sound = False
-    if not sound:
-        raise CorruptDataError(f"{where} does not match its own checksum: it was damaged or edited by hand")
-    expected = {
-        "format",
-        "format_version",
-        "kind",
-        "rows",
-        "fields",
-        "parts",
-        "config",
-        "inputs",
-        "code_version",
-        "digest",
-    }
-    if set(body) != expected:
-        raise CorruptDataError(f"{where} has missing or unknown keys: {sorted(set(body) ^ expected)}")
-    checks = {
-        "kind": str,
-        "rows": int,
-        "fields": dict,
-        "parts": list,
-        "config": dict,
-        "inputs": dict,
-        "code_version": str,
-        "digest": str,
-    }
-    for key, kind in checks.items():
-        if not isinstance(body[key], kind) or isinstance(body[key], bool):
-            raise CorruptDataError(f"{where}: {key!r} is not a {kind.__name__}")
+    _check_own_checksum(body, body.pop("checksum", None), where)
+    _check_keys(body, where)
     manifest = Manifest(
         body["kind"],
         body["rows"],
@@ -220,6 +203,22 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         body["code_version"],
         version,
     )
+    _check_content(manifest, body["digest"], where)
+    return manifest
+
+
+def _check_keys(body: dict[str, Any], where: str) -> None:
+    """Exactly the keys of a manifest, each of its type."""
+    expected = {"format", "format_version", *KEYS}
+    if set(body) != expected:
+        raise CorruptDataError(f"{where} has missing or unknown keys: {sorted(set(body) ^ expected)}")
+    for key, kind in KEYS.items():
+        if not isinstance(body[key], kind) or isinstance(body[key], bool):
+            raise CorruptDataError(f"{where}: {key!r} is not a {kind.__name__}")
+
+
+def _check_content(manifest: Manifest, digest: str, where: str) -> None:
+    """Parts, rows and digest agree with each other."""
     if not manifest.parts:
         raise CorruptDataError(f"{where} names no parts: an artifact has at least one")
     names = [part.name for part in manifest.parts]
@@ -227,9 +226,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         raise CorruptDataError(f"{where} names a part twice")
     if manifest.rows < 0 or manifest.rows != sum(part.rows for part in manifest.parts):
         raise CorruptDataError(f"{where}: the parts' rows do not add up to {manifest.rows}")
-    if manifest.digest != body["digest"]:
+    if manifest.digest != digest:
         raise CorruptDataError(f"{where}: the digest does not match the content")
-    return manifest
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
@@ -263,7 +261,7 @@ def _parse_part(entry: Any, where: str) -> Part:
 def _parse_inputs(inputs: dict[str, Any], where: str) -> dict[str, dict[str, str]]:
     for name, entry in inputs.items():
         if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
-            raise CorruptDataError(f"{where}: input {name!r} is not a plain table of texts")
+            raise CorruptDataError(f"{where}: input {name!r} is not a plain table of strings")
     return inputs
 
 
@@ -284,7 +282,7 @@ def read_manifest(place: Place, kind: str | None = None) -> Manifest:
     if manifest is None:
         if place.is_file():
             hint = (
-                f"import it first: lattqe import {place.uri} --to FEATURES"
+                f"import it first: lattqe import {shlex.quote(place.uri)} --to FEATURES"
                 if kind in (None, "features")
                 else f"{describe_kind(kind)} is needed here"
             )
@@ -310,7 +308,7 @@ def _column(name: str, kind: pa.DataType) -> pa.Field:
 
 
 def list_type(kind: pa.DataType, size: int) -> pa.DataType:
-    """Lists of so many numbers, none of them missing."""
+    """Lists of that many numbers, none of them missing."""
     return pa.list_(pa.field("item", kind, nullable=False), size)
 
 
@@ -324,7 +322,7 @@ def features_schema(
     taken = {"id", "vector", "label"}
     for column in extra:
         if column.name in taken:
-            raise LattqeError(f"column {column.name!r} is there twice or has a reserved name")
+            raise LattqeError(f"column {column.name!r} is repeated or has a reserved name")
         taken.add(column.name)
     return pa.schema([*columns, *(column.remove_metadata() for column in extra)])
 
@@ -363,7 +361,7 @@ def schema_of(kind: str, fields: Mapping[str, Any]) -> pa.Schema:
 
 
 def schema_columns(schema: pa.Schema) -> list[dict[str, str]]:
-    """The columns as a manifest tells them: name and type, in order."""
+    """The columns as in a manifest: name and type, in order."""
     return [{"name": column.name, "type": str(column.type)} for column in schema]
 
 

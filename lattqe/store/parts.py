@@ -113,7 +113,7 @@ def _as_labels(labels: np.ndarray) -> np.ndarray:
     labels = np.asarray(labels)
     if labels.dtype.kind not in "iu" or (labels.size and not -(2**31) <= labels.min() <= labels.max() < 2**31):
         raise LattqeError(
-            f"labels are whole numbers of 32 bits, not {labels.dtype} (first: {labels.reshape(-1)[:1].tolist()})"
+            f"labels must be 32-bit integers, not {labels.dtype} (first: {labels.reshape(-1)[:1].tolist()})"
         )
     return labels.reshape(-1).astype(np.int32)
 
@@ -125,7 +125,7 @@ def string_column(texts: Sequence[str] | pa.Array | pa.ChunkedArray) -> pa.Array
             texts.cast(pa.string()) if isinstance(texts, pa.Array | pa.ChunkedArray) else pa.array(texts, pa.string())
         )
     except (pa.ArrowException, UnicodeEncodeError, TypeError) as error:
-        raise LattqeError(f"ids must be texts: {error}") from error
+        raise LattqeError(f"ids must be strings: {error}") from error
 
 
 def _as_column(values: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -218,7 +218,7 @@ def _load_once(place: Place, part: Part) -> pa.Buffer:
 
 def _check(data: pa.Buffer, part: Part, where: str) -> None:
     if data.size != part.bytes or checksum(data) != part.checksum:
-        raise CorruptDataError(f"{where} does not match its checksum: it was damaged; restore it or make it again")
+        raise CorruptDataError(f"{where} does not match its checksum: it is damaged; restore it or make it again")
 
 
 class Parts:

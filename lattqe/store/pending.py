@@ -126,7 +126,8 @@ def refuse_other(place: Place, there: dict[str, Any], plan: dict[str, Any], what
     first, last = ("kind", "config.job"), ("fields.columns", "part_rows", "code_")  # last: what follows from the others
     found = sorted(differences(plan, there), key=lambda line: (not line.startswith(first), line.startswith(last)))
     if found:
-        more = f" (and {len(found) - 1} more differences)" if len(found) > 1 else ""
+        others = len(found) - 1
+        more = f" (and {others} more {'difference' if others == 1 else 'differences'})" if others else ""
         raise AlreadyExistsError(
             f"{place.uri} holds {what} that differs: {found[0]}{more}: choose another destination or delete it"
         )
@@ -135,7 +136,7 @@ def refuse_other(place: Place, there: dict[str, Any], plan: dict[str, Any], what
 def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
     """What differs between two JSON values, as 'config.k: 10 there, 20 here'."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        # Where an input lies does not matter, what is in it does.
+        # Where an input is does not matter, what is in it does.
         ignored = {"uri"} if path.startswith("inputs.") else set()
         return [
             line
@@ -160,7 +161,7 @@ def publish_manifest(place: Place, manifest: Manifest) -> Manifest:
         there = find_manifest(place)
         if there is None or there.digest != manifest.digest or there.config != manifest.config:
             raise AlreadyExistsError(
-                f"{place.uri} was published by another writer meanwhile: choose another destination or delete it"
+                f"{place.uri} was published by another writer in the meantime: choose another destination or delete it"
             ) from None
         manifest = there
     clean_up(place)
@@ -232,7 +233,7 @@ class Pending:
             return cls(place, plan)
         finished = find_manifest(place)
         if finished is None:
-            raise LattqeError(f"there is nothing in the making at {uri}")
+            raise LattqeError(f"there is no unfinished artifact at {uri}")
         return cls(place, {"part_rows": [part.rows for part in finished.parts], "fields": finished.fields}, finished)
 
     @property
@@ -317,14 +318,14 @@ class Pending:
         there = self.place.fetch(name)
         if there != ours and there != self.place.fetch(name):
             raise CorruptDataError(
-                f"{self.uri}/{name} is damaged on its way from the storage: run the same command again"
+                f"{self.uri}/{name} was damaged on its way from the storage: run the same command again"
             )
         return there
 
     def finish(self, measured: Mapping[str, Any] | None = None) -> Manifest:
         """Publish the manifest when all parts are there; the same one, whichever of several drivers is first.
 
-        `measured`: what making it found out, kept in the configuration beside what was asked for.
+        `measured`: what making it found out, kept in the configuration beside what was requested.
         """
         if self.finished is not None:
             clean_up(self.place)  # what this run wrote before it saw that another had finished

@@ -80,7 +80,7 @@ class S3Place(Place):
             try:
                 return int(clients().boto.head_object(**self._object(name))["ContentLength"])
             except ClientError:
-                self._find_cause(name)  # the answer to a HEAD has no body that would tell the cause
+                self._find_cause(name)  # the answer to a HEAD has no body with the cause
                 raise
 
         return self._try("read", name, attempt)

@@ -126,7 +126,7 @@ def explain(action: str, uri: str, error: Exception) -> str:
         return _explain_answer(action, uri, error)
     if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError | boto.SSOError):
         raise LattqeError(
-            f"cannot {action} {uri}: no S3 credentials were found, or a login has run out: set "
+            f"cannot {action} {uri}: no S3 credentials were found, or a login has expired: set "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
         ) from error
     if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):

@@ -143,7 +143,7 @@ class FeatureWriter:
         good = np.isfinite(lengths) & (lengths > 0)
         off = np.flatnonzero(good & (np.abs(lengths - 1) > NORM_TOLERANCE[self.dtype]))
         if len(off):
-            raise LattqeError(f"row {self.seen + off[0]} has norm {lengths[off[0]]:.6g}, not 1: let it be normalised")
+            raise LattqeError(f"row {self.seen + off[0]} has norm {lengths[off[0]]:.6g}, not 1: normalise it")
         with np.errstate(over="ignore"):
             return vectors.astype(self.dtype), good
 
@@ -200,7 +200,7 @@ class FeatureWriter:
             return self.finished
         if not self.rows:
             raise LattqeError(
-                f"nothing to store at {self.uri}: no rows came"
+                f"nothing to store at {self.uri}: no rows were given"
                 + (f", {self.skipped} bad ones were skipped" if self.skipped else "")
             )
         if self._held:
@@ -254,7 +254,7 @@ class FeatureWriter:
 
     def _abandon(self) -> None:
         if self.finished is None:
-            with suppress(LattqeError):  # the first error is the one to tell
+            with suppress(LattqeError):  # the first error is the one to report
                 self.abort()
 
 

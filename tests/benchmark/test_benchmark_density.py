@@ -125,12 +125,12 @@ def test_without_queries_one_image_of_each_class_asks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["density", "--queries", "q"], "--queries belong to --features"),
+        (["density", "--queries", "q"], "--queries need --features"),
         (["density", "--features", "f", "--columns", "64"], "used whole: leave --data and --columns out"),
         (["density", "--features", "f", "--features", "g", "--queries", "q"], "1 --queries for 2 --features"),
         (["synthetic", "--features", "f"], "takes no --features, which belongs to density"),
         (["synthetic", "--columns", "64"], "takes no --columns, which belongs to photos, density"),
-        (["run.toml", "--relevant", "1"], "belong to presets"),
+        (["run.toml", "--relevant", "1"], "are for presets"),
     ],
 )
 def test_options_that_do_not_belong_are_refused(tmp_path: Path, words: list[str], message: str) -> None:

@@ -354,7 +354,7 @@ def test_finished_graphs_are_used_and_others_refused(run: Run, bench: Bench, tmp
     joined[-1, -1] = np.nextafter(joined[-1, -1], joined.dtype.type(0))
     for graph, words in (
         (publish_graph(write("changed", joined), k, f"{tmp_path}/wrong"), "the graph of no data set of this run"),
-        (publish_graph(more, k - 1, f"{tmp_path}/short"), f"has {k - 1} neighbors for each row, this run needs {k}"),
+        (publish_graph(more, k - 1, f"{tmp_path}/short"), f"has {k - 1} neighbors per row, this run needs {k}"),
     ):
         with pytest.raises(LattqeError, match=words):
             Bench(dataclasses.replace(run, graphs=(graph.uri,)), f"{tmp_path}/refused")

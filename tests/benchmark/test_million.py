@@ -73,3 +73,5 @@ def test_attempts_are_added_up():
     text = table({"stages": {"neighbors": {"rows": 800, "attempts": [attempt, last], "done": True}}})
     row = "| neighbors (killed 1×) | 800 | 8 | 100 | 2 + 4 + 6 | 1, 2 (3) | 2.0, 4.0 | 10 | 0.5 | products 1.0 |"
     assert text.splitlines()[2] == row
+    last["summary"] |= {"predicted_worker_bytes": 1 << 20, "predicted_hop_worker_bytes": 7 << 20}
+    assert ", 2 (7) |" in table({"stages": {"augment": {"rows": 800, "attempts": [attempt, last], "done": True}}})

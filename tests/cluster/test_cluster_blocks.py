@@ -17,7 +17,7 @@ import ray
 from cluster.blocks import BlockPolicy, check_parts, run_blocks
 from cluster.monitor import Tally, Watch
 from cluster.session import require_resources
-from jobs.console import logging_to
+from jobs.log_file import logging_to
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import Pending, UnavailableError, neighbors_table, open_place
 from lattqe.store.place import traffic

@@ -46,8 +46,8 @@ def test_nodes_that_differ_are_told_and_equal_ones_are_well():
     assert to_fix([WELL, replace(WELL, node="other")]) == []
     other = replace(WELL, python="3.12.1", packages=WELL.packages | {"ray": "2.59.0", "faiss-cpu": "1.14"})
     assert to_fix([WELL, other]) == [
-        "python differs between nodes (3.11.7, 3.12.1): install the same everywhere",
-        "ray differs between nodes (2.59.0, 2.60.0): install the same everywhere",
+        "python differs between nodes (3.11.7, 3.12.1): install the same version everywhere",
+        "ray differs between nodes (2.59.0, 2.60.0): install the same version everywhere",
     ]
 
 

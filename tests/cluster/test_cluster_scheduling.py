@@ -101,7 +101,7 @@ def test_workers_fit_the_nodes(cluster, features, tmp_path):
         assert plan.resources == {"num_cpus": 8}
         assert plan.kind in kinds_for(torch.device("cpu"))
         task = GraphTask(features.uri, str(tmp_path / "graph"), K)
-        with pytest.raises(LattqeError, match=r"a worker with 9 cpus found no place on any node within 1 s \(free: 24"):
+        with pytest.raises(LattqeError, match=r"with 9 cpus could not be placed on any node within 1 s \(free: 24"):
             measure_worker(task, {"num_cpus": 9}, timeout=1)
 
 

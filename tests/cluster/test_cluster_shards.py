@@ -153,7 +153,7 @@ def test_wrong_input_reaches_the_caller_as_one_line(crowded, tmp_path):
     with ShardedIndex(crowded[0].uri, 2) as index:
         with pytest.raises(LattqeError, match="queries have 12 dimensions"):
             index.search(np.eye(12, dtype=np.float32), 3)
-        with pytest.raises(LattqeError, match="row 3500 asked for"):
+        with pytest.raises(LattqeError, match="row 3500 requested"):
             index.gather(np.array([3500]))
     part = next(path for path in (tmp_path / "other").glob("part-*"))
     data = bytearray(part.read_bytes())

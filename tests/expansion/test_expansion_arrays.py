@@ -151,7 +151,7 @@ def test_a_finished_method_is_taken():
     xb = vectors(20, 8, 0, False)
     method = create("alphaqe", alpha=2.0)
     np.testing.assert_array_equal(lattqe.expand(xb, xb, method, k=3), lattqe.expand(xb, xb, "alphaqe", k=3, alpha=2.0))
-    with pytest.raises(LattqeError, match="alpha given beside"):
+    with pytest.raises(LattqeError, match="alpha given with"):
         lattqe.expand(xb, xb, method, alpha=3.0)
 
 

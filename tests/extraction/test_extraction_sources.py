@@ -142,5 +142,5 @@ def test_published_ground_truth(tmp_path, real_gnd):
 def test_labels_by_top_folder():
     images = ImageList.of("/", [ImageEntry(name, name) for name in ("cat/1", "cat/old/2", "ant/1", "dog/1")])
     assert folder_labels(images) == ([1, 1, 0, 2], ["ant", "cat", "dog"])
-    with pytest.raises(LattqeError, match="1 images lie in no folder"):
+    with pytest.raises(LattqeError, match="1 images are not in a folder"):
         folder_labels(ImageList.of("/", [ImageEntry("cat/1", ""), ImageEntry("loose", "")]))

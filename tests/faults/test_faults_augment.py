@@ -114,8 +114,8 @@ def test_kills_ctrl_c_and_two_drivers_then_the_same_bytes(made, tmp_path):
     end_session(stopped)
     assert stopped.returncode == 130
     assert re.search(
-        r"\ninterrupted: augment [\d,]+ of 16,000; what is finished is kept, run the same command again "
-        r"to go on\n$",
+        r"\ninterrupted: augment [\d,]+ of 16,000; finished work is kept; run the same command again "
+        r"to continue\n$",
         shown,
     ), shown
     assert "Traceback" not in shown

@@ -30,6 +30,7 @@ def test_faults_lose_nothing_and_change_nothing():
     rounds = run_campaign([21], rounds=2, seconds=300, faults=4, nodes=0, verbs="import")
     assert [each.problem for each in rounds] == ["", ""], summary(rounds)
     assert sum(each.injected for each in rounds) >= 2, summary(rounds)
+    assert [each.tracebacks for each in rounds] == [[], []], summary(rounds)
 
 
 @pytest.mark.kill

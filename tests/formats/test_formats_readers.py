@@ -191,7 +191,7 @@ def test_mat_variables_of_every_kind(tmp_path):
 def test_pickles_say_which_side_they_took_for_images(tmp_path):
     path = tmp_path / "x.pkl"
     path.write_bytes(pickle.dumps({"vecs": X.T}))
-    assert any("columns of 'vecs' 7 × 23 are taken for images" in note for note in open_source(path).notes)
+    assert any("columns of 'vecs' 7 × 23 are taken as images" in note for note in open_source(path).notes)
     np.testing.assert_array_equal(collect(open_source(path, transposed=False))[0], X.T)
     path.write_bytes(pickle.dumps({"features": X}))
     assert any("rows of 'features' 23 × 7" in note for note in open_source(path).notes)

@@ -236,5 +236,5 @@ def test_torch_files_that_unfold_to_more_than_they_are():
     """Thousands of tensors may share one storage."""
     base = torch.zeros(100_000)
     data = saved([base.view(-1)[: 99_000 + row] for row in range(1000)], False)
-    with pytest.raises(LattqeError, match="unfold to far more than its own size"):
+    with pytest.raises(LattqeError, match="expand to far more than its own size"):
         load_torch(data, "x.pth", torch.from_numpy)

@@ -117,7 +117,7 @@ def test_from_the_graph_to_the_report(small, run, features, tmp_path):
     )
     code, _, err = run(jobs.benchmark.app, spec, "--to", tmp_path / "bench")
     assert code == 0, err
-    assert f"warning: the rows of towns rest on {told}" in err
+    assert f"warning: the rows of towns are based on {told}" in err
     assert told.replace(" ", "") in (tmp_path / "bench" / "report.html").read_text().replace(" ", "")
 
 
@@ -175,7 +175,7 @@ def test_a_plan_says_what_it_assumes(small, run, features, tmp_path, monkeypatch
     words = [features / "rows", "-k", K, "--to", tmp_path / "graph", "--approximate", "--recall", 0.9, "--json"]
     code, out, err = run(jobs.neighbors.app, *words, "--plan")
     assert code == 0, err
-    assert "each row is taken to be in 5 of them" in json.loads(out)["stages"][0]["not exact"]
+    assert "each row is assumed to be in 5 of them" in json.loads(out)["stages"][0]["not exact"]
     assert not (tmp_path / "graph").exists()
     code, made, err = run(jobs.neighbors.app, *words)
     assert code == 0, err
@@ -211,20 +211,20 @@ def test_a_missed_promise_is_told(small, run, features, tmp_path, monkeypatch):
     facts = json.loads(out)
     assert code == 0, err
     assert "0.999 MISSED" in facts["promise"]
-    assert "below the 0.999 asked for" in facts["recall"]
+    assert "below the target of 0.999" in facts["recall"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--recall", 0.9], "--recall belongs to --approximate"),
-        (["--approximate", "--recall", 1], "a recall of 1 cannot be promised"),
-        (["--approximate", "--recall", 0], "a recall of 0 cannot be promised"),
-        (["--approximate", "--recall", "nan"], "a recall of nan cannot be promised"),
+        (["--recall", 0.9], "--recall needs --approximate"),
+        (["--approximate", "--recall", 1], "recall 1 is not possible"),
+        (["--approximate", "--recall", 0], "recall 0 is not possible"),
+        (["--approximate", "--recall", "nan"], "recall nan is not possible"),
         (["--approximate", "-k", 300], "k = 300 is too large to approximate the graph of 1500 rows"),
-        (["--approximate", "--engine", "faiss"], "--engine faiss belongs to exact graphs"),
-        (["--approximate", "--block-rows", 9], "--block-rows belongs to exact graphs"),
-        (["--approximate", "--against", "x", "--into", "y"], "--against belongs to exact graphs"),
+        (["--approximate", "--engine", "faiss"], "--engine faiss applies to exact graphs only"),
+        (["--approximate", "--block-rows", 9], "--block-rows applies to exact graphs only"),
+        (["--approximate", "--against", "x", "--into", "y"], "--against applies to exact graphs only"),
     ],
 )
 def test_refusals_are_one_line(small, run, features, tmp_path, options, message):

@@ -76,7 +76,7 @@ def test_lattqe_equals_in_memory_and_knows_its_inputs(features, model, tmp_path,
     assert told["digest"] == index.digest
     assert told["rows"] == told["expanded_rows"] == ROWS
     assert told["reach"] == "map"
-    assert "GFLOP spared" in told["shared_products"]
+    assert "GFLOP saved" in told["shared_products"]
     assert call(verify, to, "--recompute", 200) == 0
 
 
@@ -107,7 +107,7 @@ def test_a_finished_index_is_up_to_date_without_a_cluster(features, tmp_path, ca
 def test_more_neighbors_than_rows_are_noted(data, tmp_path, capsys):
     few = write(tmp_path / "few", data[:20])
     assert call(augment, few.uri, "--method", "alphaqe", "-k", 30, "--to", tmp_path / "index") == 0
-    assert "note: 20 rows have 19 neighbors each: all of them are weighed, not 30" in capsys.readouterr().err
+    assert "note: 20 rows have only 19 neighbors each: all of them are used, not 30" in capsys.readouterr().err
 
 
 def test_a_model_of_another_width_is_refused_before_anything_is_computed(model, tmp_path, capsys):
@@ -122,7 +122,7 @@ def test_a_model_of_another_width_is_refused_before_anything_is_computed(model, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--method", "aqe", "-k", 20], "has 16 neighbors for each row, 20 are needed"),
+        (["--method", "aqe", "-k", 20], "has 16 neighbors per row, but 20 are needed"),
         (["--method", "alphaqe", "--C", 1], "--C belongs to dqe"),
         (["--method", "nothing"], "unknown method 'nothing'"),
         (["--method", "aqe", "--reach", "far"], "--reach is 'far': use one of auto, map, shards"),
@@ -225,4 +225,4 @@ def test_appending_refuses_what_cannot_be(features, graph, data, tmp_path, capsy
     assert call(append, features.uri, features.uri, "--to", tmp_path / "x") == 2
     assert "was not made by `lattqe augment`" in capsys.readouterr().err
     assert call(append, features.uri, "--to", tmp_path / "x") == 2
-    assert "nothing joins and nothing leaves" in capsys.readouterr().err
+    assert "nothing to add or remove" in capsys.readouterr().err

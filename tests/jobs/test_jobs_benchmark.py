@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -176,6 +177,29 @@ def test_presets_and_files_do_not_mix(tmp_path: Path) -> None:
     ):
         done = CliRunner().invoke(app, [*words, "--to", str(tmp_path)])
         assert isinstance(done.exception, LattqeError), words
+
+
+def test_a_plan_of_a_preset_leaves_nothing(tmp_path: Path, call_lattqe: Callable[..., tuple[int, str, str]]) -> None:
+    with FeatureWriter(str(tmp_path / "mine"), DIM, labels=True) as writer:
+        x = np.random.default_rng(0).standard_normal((40, DIM)).astype(np.float32)
+        writer.append(x, [f"image-{row}" for row in range(40)], np.arange(40) // 8)
+    words = ("density", "--features", tmp_path / "mine", "--relevant", "0", "--only", "aqe")
+    code, _, err = call_lattqe("benchmark", *words, "--to", tmp_path / "results", "--plan")
+    assert code == 0, err
+    assert "plan: cells" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("name", ["figures/mine.svg", "results.csv", "results.json"])
+def test_results_of_others_are_neither_overwritten_nor_removed(
+    tmp_path: Path, name: str, call_lattqe: Callable[..., tuple[int, str, str]]
+) -> None:
+    (tmp_path / "paper" / "figures").mkdir(parents=True)
+    (tmp_path / "paper" / name).write_text("[1]")
+    code, _, err = call_lattqe("benchmark", "synthetic", "--to", tmp_path / "paper")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.endswith(f"paper holds {name}, which no benchmark made: choose another destination\n")
+    assert [path for path in (tmp_path / "paper").rglob("*") if path.is_file()] == [tmp_path / "paper" / name]
 
 
 # The table in the data's README: no QE, AQE 4, AQEwD 8, alphaQE 3 with k = 10 and 72.

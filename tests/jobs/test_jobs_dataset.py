@@ -95,7 +95,7 @@ def test_golden_numbers_come_out(tmp_path, run, revisited_folder, oxford, monkey
     monkeypatch.setitem(published()["golden"]["map"], "roxford5k", mine)
     code, _, err = run("dataset", "revisited", tmp_path / "published", "--to", tmp_path / "data")
     assert code == 0
-    assert "roxford5k: the golden numbers of the paper's features come out" in err
+    assert "roxford5k: the paper's golden numbers are reproduced" in err
 
 
 def test_benchmark_stops_after_the_golden_numbers(tmp_path, run, revisited_folder, monkeypatch, s3_uri):
@@ -117,7 +117,7 @@ def test_benchmark_stops_after_the_golden_numbers(tmp_path, run, revisited_folde
         monkeypatch.setitem(published()["golden"]["map"], name, values)
     code, _, err = run(*command)
     assert code == 0, err
-    assert "the golden numbers of the paper's features come out" in err
+    assert "the paper's golden numbers are reproduced" in err
     assert not (tmp_path / "results").exists(), "nothing else was measured"
 
 

@@ -221,7 +221,7 @@ def test_forged_sets_are_not_exported(tmp_path):
         ("ranks", ["--to", "x.npy"], "must end in one of .csv, .json"),
         ("ranks", ["--to", "x.csv", "--factory", "Flat"], "--factory does not apply to"),
         ("features", ["--to", "x.npy", "--similarities"], "--similarities does not apply to"),
-        ("model", ["--to", "x.npz"], "feature sets, ranks and neighbor graphs are exported"),
+        ("model", ["--to", "x.npz"], "only feature sets, ranks and neighbor graphs can be exported"),
     ],
 )
 def test_exports_of_the_wrong_kind(base, tmp_path, capsys, monkeypatch, kind, arguments, words):

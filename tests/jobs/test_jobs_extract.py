@@ -368,11 +368,11 @@ def test_killed_driver_is_continued_to_the_same_bytes(tmp_path, monkeypatch, run
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["IMAGES", "--to", "OUT"], "without a network there are no descriptors"),
+        (["IMAGES", "--to", "OUT"], "no network given"),
         (["IMAGES", "--to", "OUT", "--encoder", "nothing:at_all"], "ModuleNotFoundError"),
         (["IMAGES", "--to", "OUT", "--checkpoint", "IMAGES/a/000.png"], "refused, it is not a file of plain tensors"),
         (["NOWHERE", "--to", "OUT", *TINY], "there are no images at"),
-        (["IMAGES", "--to", "IMAGES/features", *TINY], "lies within"),
+        (["IMAGES", "--to", "IMAGES/features", *TINY], "is inside"),
         (["IMAGES", "--to", "OUT", *TINY, "--queries"], "--queries needs --gnd"),
         (["IMAGES", "--to", "OUT", *TINY, "--max-bad", "many"], "--max-bad 'many'"),
         (["IMAGES", "--to", "OUT", *TINY, "--scales", "big"], "scales 'big'"),

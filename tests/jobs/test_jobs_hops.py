@@ -77,7 +77,7 @@ def test_hops_equal_the_python_call_and_know_their_inputs(features, graph, tmp_p
     assert (index.manifest.config["hops"], index.manifest.config["hop_alpha"]) == (HOPS, 0.9)
     assert (told["hops"], told["expanded_rows"]) == (HOPS, ROWS)
     assert told["bytes_written_for_each_hop"] >= 4 * ROWS * DIM
-    assert "moved for each hop" in shown
+    assert "moved per hop" in shown
     assert edges.k == K
     assert hopped(features, graph, to, "--hops", HOPS) == 0, "it is there already"
     assert FeatureSet.open(to).digest == index.digest
@@ -174,7 +174,7 @@ def test_too_many_rows_to_hop_again_are_told(features, graph, tmp_path, capsys, 
     monkeypatch.setattr(recipe, "MOST_HOPPED_AGAIN", ROWS - 1)
     capsys.readouterr()
     assert call(verify, tmp_path / "index", "--recompute", 20) == 0
-    assert "its 2 hops were not: 900 rows are too many for one process" in capsys.readouterr().err
+    assert "its 2 hops were not recomputed: 900 rows are too many for one process" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_too_many_rows_to_hop_again_are_told(features, graph, tmp_path, capsys, 
         (["--hops", 1000], "hops is 1000"),
         (["--hops", 4, "--hop-alpha", 0], "the share of the neighbors is 0.0: use a number between 0 and 1"),
         (["--hops", 4, "--hop-alpha", 1.5], "is 1.5"),
-        (["--hop-alpha", 0.5], "--hop-alpha belongs to several hops"),
+        (["--hop-alpha", 0.5], "--hop-alpha needs more than one hop"),
     ],
 )
 def test_bad_numbers_are_refused_in_one_line(features, graph, tmp_path, capsys, options, said):

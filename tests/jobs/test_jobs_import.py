@@ -183,7 +183,7 @@ def test_no_space_left(run, tmp_path, monkeypatch):
         return settle(file)
 
     monkeypatch.setattr(local, "_settle", full)
-    assert "no space is left" in refusal(run("x.npy", "--to", "features"))
+    assert "no space left" in refusal(run("x.npy", "--to", "features"))
     assert len(calls) >= 2
     assert files_below(tmp_path) == ["x.npy"]
 

@@ -101,6 +101,10 @@ def test_what_cannot_be_opened(run, tmp_path, job):
     code, _, err = run(job, tmp_path / "file")
     assert code == 2
     assert "is a file, not an artifact: import it first" in err
+    (tmp_path / "my file.npy").write_text("x")
+    code, _, err = run(job, tmp_path / "my file.npy")
+    assert code == 2
+    assert f"lattqe import '{tmp_path / 'my file.npy'}' --to FEATURES" in err, "ready to be pasted"
 
 
 @pytest.mark.parametrize("kind", ["features", "neighbors", "ranks", "model"])
@@ -186,7 +190,7 @@ def test_export_to_s3(run, artifacts, s3_uri):
         (["--to", "x.faiss", "--factory", "Nonsense7"], "does not know the factory string 'Nonsense7'"),
         (["--to", "x.faiss", "--factory", "IVF3000,Flat"], "cannot train 'IVF3000,Flat' on 300 rows"),
         (["--to", "taken.npy"], "taken.npy exists already"),
-        (["--to", "taken.npy/x.npy"], "a file stands where a folder is needed"),
+        (["--to", "taken.npy/x.npy"], "there is a file where a folder is needed"),
     ],
 )
 def test_exports_that_cannot_be(run, artifacts, tmp_path, monkeypatch, arguments, match):
@@ -220,4 +224,4 @@ def test_info_of_a_graph_shows_hubs_and_similarities(run, artifacts, tmp_path):
     code, _, err = run(info_app, tmp_path / "graph")
     assert (code, "2 rows (40.0 %) are in no list, 1 have no neighbor" in err) == (0, True)
     code, _, err = run(info_app, artifacts / "features", "--figure", tmp_path / "x.svg")
-    assert (code, "--figure is for neighbor graphs" in err) == (2, True)
+    assert (code, "--figure is only for neighbor graphs" in err) == (2, True)

@@ -10,9 +10,10 @@ import typer.main
 
 from jobs import cli
 from jobs.artifacts import info_app
-from jobs.console import command, guarded, progress_bar, redacted, show_table
+from jobs.console import command, guarded, progress_bar, show_table
 from jobs.import_ import app as import_
 from jobs.import_ import dataset_app
+from jobs.log_file import redacted
 from jobs.train import whiten_app as whiten
 from lattqe.errors import LattqeError, event
 

@@ -62,7 +62,7 @@ def test_killed_driver_and_the_same_command_again(features, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--against", "FEATURES"], "--against and --into belong together"),
+        (["--against", "FEATURES"], "--against and --into go together"),
         (["--against", "FEATURES", "--into", "FEATURES"], "but a neighbor graph (kind 'neighbors') is needed here"),
         (["-k", "0"], "Invalid value for '-k'"),
     ],

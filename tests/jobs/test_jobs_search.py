@@ -112,6 +112,14 @@ def test_a_stopped_search_goes_on(sets, tmp_path, monkeypatch):
         search(sets, tmp_path / "ranks", "-k", 5)
 
 
+def test_more_neighbors_than_rows_are_told(sets, tmp_path, call_lattqe):
+    words = ("search", sets["database"].uri, sets["queries"].uri, "--expand", "aqe", "--to", tmp_path / "ranks")
+    code, _, err = call_lattqe(*words, "-k", 900, "--nqe", 1000)
+    assert code == 0
+    assert "note: k = 900 is more than the 700 rows: lists are padded\n" in err
+    assert "note: nQE = 1,000 is more than the 700 rows: all of them are weighed\n" in err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -92,8 +92,8 @@ def test_a_signal_saves_a_checkpoint_and_ends_the_training(
     assert kept > 0
     last = shown.strip().splitlines()[-1]
     assert re.fullmatch(
-        rf"{word}: train [\d,]+ of [\d,]+; checkpoint of update {kept:,}; what is finished is "
-        r"kept, run the same command again to go on",
+        rf"{word}: train [\d,]+ of [\d,]+; checkpoint of update {kept:,}; finished work is "
+        r"kept; run the same command again to continue",
         last,
     ), shown
     assert "Traceback" not in shown

@@ -90,14 +90,14 @@ def test_network_without_a_whitening(tmp_path, run, monkeypatch):
     monkeypatch.setattr("lattqe.extraction.resnet.read_checkpoint", lambda *_: Checkpoint("resnet50", True, {}))
     code, _, err = run("from-checkpoint", tmp_path / "net.pth", "--to", tmp_path / "none")
     assert code == 2
-    assert "carries no whitening" in err
+    assert "contains no whitening" in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["learn", "FEATURES", "--to", "OUT", "--method", "zca"], "method 'zca' is not known"),
-        (["learn", "FEATURES", "--to", "OUT", "--dim", "17"], "dim 17 is not within"),
+        (["learn", "FEATURES", "--to", "OUT", "--dim", "17"], "dim 17 is not between"),
         (["learn", "NOWHERE", "--to", "OUT"], "NOWHERE"),
         (["apply", "FEATURES", "--whitening", "FEATURES", "--to", "OUT"], "feature set"),
         (["apply", "FEATURES", "--whitening", "NOWHERE", "--to", "OUT"], "NOWHERE"),

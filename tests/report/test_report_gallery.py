@@ -409,7 +409,7 @@ def test_of_many_queries_half_gained_and_half_lost():
     ("arguments", "message"),
     [
         (["NOWHERE", "--images", "IMAGES"], "NOWHERE"),
-        (["plain", "--images", "IMAGES", "--to", "page.txt"], "give the name of a page"),
+        (["plain", "--images", "IMAGES", "--to", "page.txt"], "give the name of an HTML file"),
         (["plain", "--images", "IMAGES", "--sort", "gain"], "--sort gain needs --against"),
         (["plain", "--images", "IMAGES", "--sort", "beauty"], "unknown order 'beauty'"),
         (["plain", "--images", "IMAGES", "--database", "queries"], "was made from another database"),

@@ -50,7 +50,7 @@ def test_figures_and_tables_are_there(opened: Any, results: dict[str, Any]) -> N
     assert len(sizes) == 1 + 4 + 2 + 4
     assert all(width > 200 and height > 150 and paths > 10 for width, height, paths in sizes)
     titles = opened.execute_script("return [...document.querySelectorAll('h2')].map(h => h.textContent)")
-    assert {"Query expansion", "Weights by rank", "How sure the differences are", "Time and memory"} <= set(titles)
+    assert {"Query expansion", "Weights by rank", "Confidence intervals", "Time and memory"} <= set(titles)
     cells = opened.execute_script(
         "return [...document.querySelectorAll('table[data-kind=qe] tbody tr')].map("
         "row => [...row.cells].map(cell => cell.textContent))"

@@ -177,7 +177,7 @@ def test_python_api_refuses(options):
 
 @pytest.mark.parametrize("recall", [0.0, 1.0, -0.1, 1.5, float("nan")])
 def test_impossible_recalls_are_refused(recall):
-    with pytest.raises(LattqeError, match="cannot be promised"):
+    with pytest.raises(LattqeError, match="is not possible"):
         approximate_graph(np.eye(4, dtype=np.float32), 2, recall)
 
 

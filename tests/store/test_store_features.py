@@ -169,8 +169,8 @@ def test_rows_are_found_by_id(tmp_path):
         (np.ones((2, 4)), ["a", ""], "id of row 1 is empty"),
         (np.ones((2, 4)), ["a", "b\nc"], "line break"),
         (np.ones((2, 4)), ["a", None], "id of row 1"),
-        (np.ones((2, 4)), ["a", 5], "ids must be texts"),
-        (np.ones((2, 4)), ["a", "\ud800"], "ids must be texts"),
+        (np.ones((2, 4)), ["a", 5], "ids must be strings"),
+        (np.ones((2, 4)), ["a", "\ud800"], "ids must be strings"),
         (np.ones((2, 4)), ["a"], "2 vectors came with 1 ids"),
         (np.ones((2, 5)), ["a", "b"], r"shape \(2, 5\), \(n, 4\) is needed"),
         (np.ones(4), ["a"], "shape"),
@@ -184,7 +184,7 @@ def test_rows_that_cannot_be_stored(tmp_path, x, ids, match):
 
 
 def test_nothing_to_store(tmp_path):
-    with pytest.raises(LattqeError, match="no rows came"), FeatureWriter(str(tmp_path / "set"), 4):
+    with pytest.raises(LattqeError, match="no rows were given"), FeatureWriter(str(tmp_path / "set"), 4):
         pass
     with (
         pytest.raises(LattqeError, match="3 bad ones were skipped"),

@@ -106,7 +106,7 @@ def test_names_that_cannot_be(tmp_path, names):
     """As only an edited manifest has them."""
     writer = FeatureWriter(str(tmp_path / "set"), 4, labels=True, config={"label_names": names})
     writer.append(np.eye(4), list("wxyz"), np.array([0, 1, 1, 0]))
-    with pytest.raises(CorruptDataError, match="not a list of distinct texts"):
+    with pytest.raises(CorruptDataError, match="not a list of distinct strings"):
         writer.close()
 
 

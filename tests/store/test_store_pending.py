@@ -209,7 +209,7 @@ def test_tables_that_do_not_fit(tmp_path):
         begin(tmp_path / "other", kind="features")
     with pytest.raises(LattqeError, match="no schema of its own"):
         begin(tmp_path / "other", kind="whatever")
-    with pytest.raises(LattqeError, match="there is nothing in the making"):
+    with pytest.raises(LattqeError, match="there is no unfinished artifact"):
         Pending.attach(str(tmp_path / "other"))
     assert not (tmp_path / "other").exists()
 

@@ -192,7 +192,7 @@ def test_full_disk_leaves_nothing(tmp_path):
     ):
         pytest.skip("no right to mount a small file system: run the tests as root, or with CAP_SYS_ADMIN")
     try:
-        with pytest.raises(LattqeError, match="no space is left on that disk"):
+        with pytest.raises(LattqeError, match="no space left on that disk"):
             open_place(str(disk / "new")).create("x", b"x" * 200_000)
         assert list(disk.iterdir()) == []
     finally:

@@ -154,7 +154,7 @@ def test_twice_the_same(stored, tmp_path):
     ("change", "message"),
     [
         ({"method": "zca"}, "method 'zca' is not known"),
-        ({"dim": 13}, "dim 13 is not within 1 and the features' 12"),
+        ({"dim": 13}, "dim 13 is not between 1 and the features' 12"),
         ({"dim": 0}, "dim 0"),
     ],
 )
@@ -171,7 +171,7 @@ def test_directions_without_variance(tmp_path):
     few = FeatureSet.open(str(tmp_path / "few"))
     assert learn(few, "full").dim == 2
     assert learn(few, "pca").dim == 12
-    with pytest.raises(LattqeError, match="vary in 2 directions only: use at most --dim 2"):
+    with pytest.raises(LattqeError, match="vary in only 2 directions: use at most --dim 2"):
         learn(few, "half", dim=3)
     with pytest.raises(LattqeError, match="no labels"):
         learn(few, "learned")
