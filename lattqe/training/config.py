@@ -55,6 +55,7 @@ class TrainingConfig:
     synthetic: float = 0.15  # densities: share of worlds of synthetic landmarks, which are long rows and no blobs
     altered: float = 1.0  # densities: times the usual shares of worlds whose space is altered
     clusters: float = 0.0  # densities: share of worlds of Gaussian clusters
+    ordinary: float = 0.0  # densities: share of the updates, the first ones, that meet neither of these two
     hop_every: int = 0  # densities: of so many batches one is a world augmented through hops; 0: none
     hop_world_rows: int = 4_000  # its rows at most: as long lists as in use
     hop_rows: int = 700  # of them at most so many, those around the queries, are augmented
@@ -187,7 +188,7 @@ class TrainingConfig:
         ):
             if not 0 < getattr(self, name) < float("inf"):
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a number above 0")
-        for name in ("drop_max", "ema", "synthetic", "clusters"):
+        for name in ("drop_max", "ema", "synthetic", "clusters", "ordinary"):
             if not 0 <= getattr(self, name) < 1:
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a share from 0 to below 1")
         if not 0 <= self.altered <= 1:

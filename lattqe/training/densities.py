@@ -22,7 +22,7 @@ from lattqe.training.sampling import Batch, Members, Stream, draw_k, generator
 WHOLE = 1 << 30  # a class that is not cut
 FEWEST_CLASSES = 6  # a world of fewer has hardly a wrong neighbor to tell from a right one
 FEWEST_ROWS = 400  # of a world, where the set has as many
-TINY, TINY_ROWS = 0.12, 20  # share of worlds that may be smaller, and how small
+TINY, TINY_ROWS = 0.15, 20  # share of worlds that may be smaller, and how small
 ONE_SET = 0.45  # share of the worlds that are made of one set; the others mix two or more
 # Shares of the ways in which classes are cut; what is left: a random part of the classes is cut.
 ALL_WHOLE, ONE_SET_CUT, EACH_CUT = 0.45, 0.3, 0.12
@@ -81,12 +81,12 @@ class DensitySampler:
             )
         return pools
 
-    def pool(self, rng: np.random.Generator) -> Pool:
-        """The rows of one set or of several, or a synthetic world."""
+    def pool(self, rng: np.random.Generator, clusters: float) -> Pool:
+        """The rows of one set or of several, or a synthetic world; clusters: how often nothing but those."""
         kind = rng.random()
         if kind < self.config.synthetic:
             return self.synthetic[rng.integers(len(self.synthetic))]
-        if kind < self.config.synthetic + self.config.clusters:
+        if kind < self.config.synthetic + clusters:
             return _clusters(rng)
         sets = len(self.data.bounds) - 1
         several = 1 if sets == 1 or rng.random() < ONE_SET else int(rng.integers(2, sets + 1))
@@ -101,9 +101,9 @@ class DensitySampler:
             np.mean([self.spreads[s][:width] for s in chosen], axis=0),
         )
 
-    def world(self, rng: np.random.Generator, most: int) -> World:
-        """Some rows of a pool, at most `most` of them."""
-        pool = self.pool(rng)
+    def world(self, rng: np.random.Generator, most: int, ordinary: bool) -> World:
+        """Some rows of a pool, at most `most` of them; ordinary: in a space that is not altered, and no clusters."""
+        pool = self.pool(rng, 0.0 if ordinary else self.config.clusters)
         order = rng.permutation(len(pool.labels))
         _, first, inverse, sizes = np.unique(
             pool.labels[order], return_index=True, return_inverse=True, return_counts=True
@@ -115,15 +115,18 @@ class DensitySampler:
         kept = np.flatnonzero(place < limit[inverse])
         kept = _shrunk(rng, kept, inverse, np.minimum(sizes, limit), limit, most)
         present, labels = np.unique(inverse[kept], return_inverse=True)
-        vectors = _altered(rng, pool.vectors[order[kept]].astype(np.float32), pool.spread, self.config.altered)
+        often = 0.0 if ordinary else self.config.altered
+        vectors = _altered(rng, pool.vectors[order[kept]].astype(np.float32), pool.spread, often)
         return World(vectors, labels, asked[present])
 
     def batch(self, step: int, part: slice) -> Batch:
         """The queries `part` of this step; every worker draws and searches for all, so that all agree on near ties."""
         config, rng = self.config, generator(self.config.seed, Stream.SAMPLING, step)
         hops = bool(config.hop_every) and step % config.hop_every == 0
+        # A network that meets every kind of space from the start learns restraint, and never quite what it restrains.
+        ordinary = step < config.ordinary * config.steps
         while True:
-            world = self.world(rng, config.hop_world_rows if hops else config.world_rows)
+            world = self.world(rng, config.hop_world_rows if hops else config.world_rows, ordinary)
             if (np.bincount(world.labels)[world.asked] >= 2).any():
                 break
         queries = _queries(rng, world, config.batch)
