@@ -48,7 +48,8 @@ class BlockPolicy:
     straggler_factor: float = 3.0  # times the median block's seconds before a spare copy is started elsewhere
     straggler_seconds: float = 20.0  # never sooner than this: short blocks vary a lot
     room_seconds: float = 5.0  # between looks at whether the cluster has grown
-    start_timeout: float = 300.0  # for an actor to come up (importing torch on a crowded node takes minutes)
+    start_timeout: float = 300.0  # for the first actor to come up (importing torch on a crowded node takes minutes)
+    late_seconds: float = 120.0  # for another one, before it is started again; twice as long each time
 
 
 @dataclass
@@ -99,13 +100,15 @@ class _BlockRun(Generic[Block]):
         self.summary = BlockSummary()
         self.actors: dict[int, Any] = {}
         self.starting: dict[Any, int] = {}  # an actor gets blocks only when it is up: the cluster may have no room
+        self.asked: dict[int, float] = {}  # when each worker was last started
+        self.late_starts: Counter[int] = Counter()
         for worker in range(min(workers, max(len(self.queue), most_at_once)) if self.queue else 0):
             self.start(worker)
 
     def start(self, worker: int) -> None:
         self.actors[worker] = self.make_worker(worker)
         self.starting[self.actors[worker].__ray_ready__.remote()] = worker
-        self.last_sign_of_life = time.monotonic()
+        self.asked[worker] = time.monotonic()
 
     def grow(self, room: Callable[[], int]) -> None:
         """Start further workers where nodes have joined and there is work for them."""
@@ -134,13 +137,23 @@ class _BlockRun(Generic[Block]):
             self.watch.started(worker)
 
     def check_start(self) -> None:
-        """A cluster that cannot place any actor is an error, not a silent wait."""
-        if self.ready() or time.monotonic() - self.last_sign_of_life < self.policy.start_timeout:
-            return
-        raise LattqeError(
-            f"no worker could start within {self.policy.start_timeout:.0f} s: the cluster has "
-            f"{ray.available_resources()} free; ask for fewer workers or wait for other jobs to end"
-        )
+        """A cluster that cannot place any actor is an error, not a silent wait.
+
+        Where others are up, one that is late may have been lost on its way: it is started again. Without that, a block
+        that hangs on the only other actor would never get a spare copy.
+        """
+        now, timeout = time.monotonic(), self.policy.start_timeout
+        if not self.ready() and now - max(self.asked.values()) >= timeout:
+            raise LattqeError(
+                f"no worker could start within {timeout:.0f} s: the cluster has "
+                f"{ray.available_resources()} free; ask for fewer workers or wait for other jobs to end"
+            )
+        for reference, worker in list(self.starting.items()) if self.ready() else ():
+            if now - self.asked[worker] >= self.policy.late_seconds * 2 ** self.late_starts[worker]:
+                self.late_starts[worker] += 1
+                del self.starting[reference]
+                ray.kill(self.actors[worker])
+                self.start(worker)
 
     def load(self, worker: int) -> int:
         return sum(flight.worker == worker for flight in self.flights.values())

@@ -31,7 +31,7 @@ def metrics_url():
     ray.shutdown()
     context = ray.init(
         address="local",
-        num_cpus=2,
+        num_cpus=4,
         include_dashboard=False,
         object_store_memory=80 * 2**20,
         log_to_driver=False,
@@ -46,13 +46,15 @@ def metrics_url():
 class Squares:
     """Squares its block; misbehaves on the blocks it is told to, once for each marker file."""
 
-    def __init__(self, folder, die_on=(), hang_on=(), always_die_on=(), bad_input=None, short_on=()):
+    def __init__(self, folder, die_on=(), hang_on=(), always_die_on=(), bad_input=None, short_on=(), never_up=False):
         if bad_input == "constructor":
             raise CorruptDataError("part-00003.arrow: checksum differs")
         if bad_input == "storage":
             raise UnavailableError("cannot read s3://b/x: gave up after 60 s")
         self.folder, self.die_on, self.hang_on = Path(folder), die_on, hang_on
         self.always_die_on, self.bad_input, self.short_on = always_die_on, bad_input, short_on
+        while never_up and self.first_time("never", "up"):
+            time.sleep(1e6)
 
     def first_time(self, kind, block):
         try:
@@ -137,6 +139,15 @@ def test_straggler_is_copied_and_first_result_wins(tmp_path):
     results, summary = square_all(tmp_path, hang_on=(3,), policy=BlockPolicy(straggler_seconds=0.5))
     assert results == expected(), "although the first worker of block 3 hangs to this moment"
     assert 1 <= summary.spare_copies <= 12, "the hung block; on a crowded machine others too, each once"
+
+
+def test_an_actor_that_never_comes_up_is_started_again(tmp_path):
+    """Block 3 hangs on the only actor that is up: without the other one it would hang for ever."""
+    policy = BlockPolicy(straggler_seconds=0.5, late_seconds=2)
+    results, summary = square_all(tmp_path, hang_on=(3,), never_up=True, policy=policy)
+    assert results == expected()
+    assert len(summary.blocks_by_worker) == 2
+    assert summary.actors_lost == 0
 
 
 def test_poison_block_ends_with_a_clear_error(tmp_path):
