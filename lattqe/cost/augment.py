@@ -247,20 +247,7 @@ def hops(
     readers = 1 if here else min(machines.workers, cut)
     again = number * readers + number - 1
     holders = 1 if here else machines.workers
-    band_gets = Requests(gets=gets_of(max(bands) * 4 * max(groups) + SEAL))
-    requests = (
-        (features.loading() + edges.loading()) * holders
-        + PUT * (2 * cut + files * (1 + number))
-        + Requests(gets=4 * cut * cut)
-        + band_gets * (files * again + len(groups) * _meetings(features.part_rows, bands))
-        + Requests(gets=gets_of(matrix_bytes // cut)) * (number * files)
-        + DELETE * (cut + files * max(number - 2, 0))
-        + OPEN * (OPENS + 2 * holders)
-        + ATTACH
-        + LOOK * 4
-        + features.publishing(cut + files * min(1 + number, 3))
-        + load_part(features.part_bytes[0])
-    )
+    loading = (features.loading() + edges.loading() + OPEN * 2) * holders
     hop = (vectors * readers + vectors + len(groups) * matrix_bytes, vectors)
     return Work(
         "hops",
@@ -273,7 +260,7 @@ def hops(
         + vectors * again
         + _spread(features.part_rows, bands, 4 * dim),
         written=turned + vectors * (1 + number) + matrix_bytes + features.written,
-        requests=requests,
+        requests=loading + _hop_requests(features, number, bands, groups, matrix_bytes // cut, again),
         worker_seconds=4.0 * matrix * dim * number / (HOP_BYTES_PER_SECOND * machines.threads),
         worker_bytes=PROCESS_BYTES
         + sum(min(each.bytes, RESIDENT_BYTES) for each in (features, edges) if fetched)
@@ -281,10 +268,34 @@ def hops(
         scratch=4 * vectors + matrix_bytes,
         stored=features.bytes,
         facts={
-            "cut": f"{cut} bands of rows × {len(groups)} groups of columns",
+            "cut": f"{_counted(cut, 'band')} of rows × {_counted(len(groups), 'group')} of columns",
             "moved per hop": f"{_mib(hop[0])} read at most, {_mib(hop[1])} written",
         },
     )
+
+
+def _hop_requests(
+    features: Stored, number: int, bands: Sequence[int], groups: Sequence[int], band_of_matrix: int, again: int
+) -> Requests:
+    """Of `number` hops beyond what every worker loads; vectors of a band are read `again` times."""
+    cut, files = len(bands), len(bands) * len(groups)
+    band_gets = Requests(gets=gets_of(max(bands) * 4 * max(groups) + SEAL))
+    return (
+        PUT * (2 * cut + files * (1 + number))
+        + Requests(gets=4 * cut * cut)
+        + band_gets * (files * again + len(groups) * _meetings(features.part_rows, bands))
+        + Requests(gets=gets_of(band_of_matrix)) * (number * files)
+        + DELETE * (cut + files * max(number - 2, 0))
+        + OPEN * OPENS
+        + ATTACH
+        + LOOK * 4
+        + features.publishing(cut + files * min(1 + number, 3))
+        + load_part(features.part_bytes[0])
+    )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}" + "s" * (count != 1)
 
 
 def _mib(count: float) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,68 +141,10 @@ class TrainingConfig:
 
     def _check_numbers(self) -> None:
         """Refuse numbers outside their range, by name."""
-        for name in (
-            "batch",
-            "slots",
-            "k_min",
-            "positives",
-            "pool",
-            "pool_steps",
-            "world_rows",
-            "negatives",
-            "epoch_steps",
-            "validate_every",
-            "checkpoint_every",
-            "temperature_k",
-            "temperature_rows",
-            "accumulate",
-            "hop_world_rows",
-            "hop_rows",
-            "hop_k",
-            "hops",
-            "validate_queries",
-        ):
-            if getattr(self, name) < 1:
-                raise LattqeError(f"{name} is {getattr(self, name)}: use a whole number from 1")
-        for name in (
-            "seed",
-            "steps",
-            "warmup",
-            "temperature_steps",
-            "clip",
-            "weight_decay",
-            "margin",
-            "hop_every",
-            "smooth_ap_spread",
-            "validate_shift",
-            *LOSSES,
-        ):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise LattqeError(f"{name} is {getattr(self, name)}: use a number from 0")
-        for name in (
-            "learning_rate",
-            "relation_rate",
-            "temperature_rate",
-            "decay",
-            "listwise_temperature",
-            "smooth_ap_temperature",
-        ):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise LattqeError(f"{name} is {getattr(self, name)}: use a number above 0")
-        for name in ("drop_max", "ema", "synthetic", "clusters", "ordinary"):
-            if not 0 <= getattr(self, name) < 1:
-                raise LattqeError(f"{name} is {getattr(self, name)}: use a share from 0 to below 1")
-        if not 0 <= self.altered <= 1:
-            raise LattqeError(f"altered is {self.altered}: use a number from 0 to 1")
-        for name in ("world_classes", "world_images"):
-            if not 0 < getattr(self, name) <= 1:
-                raise LattqeError(f"{name} is {getattr(self, name)}: use a share above 0")
-        for name in ("validate_k", "choose_qe", "choose_dba", "choose_hops", "widths"):
-            if not getattr(self, name) or min(getattr(self, name)) < 1:
-                raise LattqeError(f"{name} is {getattr(self, name)}: give whole numbers from 1")
-        for name in ("validate_densities", "validate_widths"):
-            if any(number < 1 for number in getattr(self, name)):
-                raise LattqeError(f"{name} is {getattr(self, name)}: give whole numbers from 1")
+        for names, allowed, use in RANGES:
+            for name in names.split():
+                if not allowed(getattr(self, name)):
+                    raise LattqeError(f"{name} is {getattr(self, name)}: {use}")
         for name in ("steps", "validate_every", "checkpoint_every"):
             if getattr(self, name) % self.accumulate:
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a multiple of accumulate ({self.accumulate})")
@@ -229,6 +172,40 @@ class TrainingConfig:
 
 LOSSES = tuple(each.name for each in dataclasses.fields(TrainingConfig) if "loss" in each.metadata)
 RANKING_LOSSES = tuple(name for name in LOSSES if name != "auxiliary")
+
+# Names of settings, what their values may be, and what to say of others.
+RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "batch slots k_min positives pool pool_steps world_rows negatives epoch_steps validate_every checkpoint_every "
+        "temperature_k temperature_rows accumulate hop_world_rows hop_rows hop_k hops validate_queries",
+        lambda value: value >= 1,
+        "use a whole number from 1",
+    ),
+    (
+        "seed steps warmup temperature_steps clip weight_decay margin hop_every smooth_ap_spread validate_shift "
+        + " ".join(LOSSES),
+        lambda value: 0 <= value < float("inf"),
+        "use a number from 0",
+    ),
+    (
+        "learning_rate relation_rate temperature_rate decay listwise_temperature smooth_ap_temperature",
+        lambda value: 0 < value < float("inf"),
+        "use a number above 0",
+    ),
+    ("drop_max ema synthetic clusters ordinary", lambda value: 0 <= value < 1, "use a share from 0 to below 1"),
+    ("altered", lambda value: 0 <= value <= 1, "use a number from 0 to 1"),
+    ("world_classes world_images", lambda value: 0 < value <= 1, "use a share above 0"),
+    (
+        "validate_k choose_qe choose_dba choose_hops widths",
+        lambda values: bool(values) and min(values) >= 1,
+        "give whole numbers from 1",
+    ),
+    (
+        "validate_densities validate_widths",
+        lambda values: all(value >= 1 for value in values),
+        "give whole numbers from 1",
+    ),
+)
 
 
 def _plain(value: Any) -> Any:

@@ -30,6 +30,7 @@ SMALL = [
     "widths=8",
     "synthetic=0",
     "clusters=0",
+    "ordinary=0",
     "k_min=4",
     "k_max=12",
 ]
@@ -230,6 +231,20 @@ def test_worlds_that_are_never_altered_are_as_they_are():
     x = np.random.default_rng(0).standard_normal((50, 16)).astype(np.float32)
     for seed in range(20):
         assert np.array_equal(_altered(np.random.default_rng(seed), x, x.std(axis=0), often=0), unit_rows(x))
+
+
+def test_the_first_updates_meet_ordinary_spaces_alone(data, config):
+    """Before the given share of the updates every world is rows of the sets as they are; after it most are not."""
+    settled = dataclasses.replace(config, steps=60, ordinary=0.5, clusters=0.5, altered=1.0, hop_every=0)
+    sampler = DensitySampler(data, settled)
+    known = {width: {row.tobytes() for row in unit_rows(data.vectors[:, :width])} for width in (8, 16)}
+
+    def is_ordinary(step):
+        world = sampler.batch(step, slice(0, 8)).candidates.numpy()
+        return world.shape[1] in known and all(row.tobytes() in known[world.shape[1]] for row in world)
+
+    assert all(is_ordinary(step) for step in range(30))
+    assert sum(is_ordinary(step) for step in range(30, 60)) < 15
 
 
 def test_altered_spaces_are_unit_vectors_without_nan():
