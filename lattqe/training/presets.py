@@ -9,7 +9,7 @@ from lattqe.training.config import TrainingConfig, changed
 PRESETS: dict[str, dict[str, Any]] = {
     # Sections 3.3 and 4.1 of the paper: the defaults, sampled as its code base does.
     "paper": {"pairs": "published", "k_for": "query", "distinct_negatives": True},
-    # What wins on photographs of many kinds, and travels: docs/training.md has what each choice is worth.
+    # What wins on photographs of many kinds, and travels: docs/results/training.md has what each choice is worth.
     "photos": {
         "network": {
             "relational": True,
