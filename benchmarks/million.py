@@ -46,8 +46,10 @@ def write_rows(uri: str, rows: int, dim: int) -> None:
             writer.append(block, [f"{row:07d}" for row in range(start, start + len(block))])
 
 
-def check(features: FeatureSet, graph: NeighborGraph, sample: int) -> int:
-    """How many of `sample` random rows have exactly the neighbors and scores of brute force."""
+def check(features: FeatureSet, graph: NeighborGraph, sample: int) -> tuple[int, float]:
+    """How many of `sample` random rows have exactly the neighbors and scores of brute force; the share of its neighbors
+    that is found.
+    """
     rows = np.sort(np.random.default_rng(2).choice(features.rows, sample, replace=False))
     xq = features.gather(rows).astype(np.float64)
     best, where = np.full((sample, 0), 0.0), np.zeros((sample, 0), np.int64)
@@ -60,7 +62,9 @@ def check(features: FeatureSet, graph: NeighborGraph, sample: int) -> int:
         order = np.stack([np.lexsort((w, -b))[: graph.k] for b, w in zip(best, where)])
         best, where = np.take_along_axis(best, order, 1), np.take_along_axis(where, order, 1)
     neighbors, scores = graph.gather(rows)
-    return int(((neighbors == where).all(1) & (scores == best.astype(np.float32)).all(1)).sum())
+    right = (neighbors == where).all(1) & (scores == best.astype(np.float32)).all(1)
+    recall = np.mean([np.isin(true, found).mean() for true, found in zip(where, neighbors)])
+    return int(right.sum()), float(recall)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--kills", type=int, default=0, help="kill the running command so many times and continue")
     whole.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     whole.add_argument("--block-rows", type=int, default=0, help="of the graph; fewer: less memory; 0: as planned")
+    whole.add_argument("--approximate", type=float, default=0.0, metavar="RECALL", help="of the graph; 0: an exact one")
     data = os.environ.get("LATTQE_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")
     whole.add_argument("--data", default=data, help="folder of the photographs")
     return found
@@ -112,7 +117,7 @@ def main() -> None:
         "load": [round(value, 1) for value in os.getloadavg()],
     }
     result["checked"] = options.check
-    result["right"] = check(FeatureSet.open(features), NeighborGraph.open(graph), options.check)
+    result["right"], _ = check(FeatureSet.open(features), NeighborGraph.open(graph), options.check)
     (folder / "results.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result, indent=1))
     sys.exit(result["right"] != options.check)
