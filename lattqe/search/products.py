@@ -35,7 +35,7 @@ from lattqe.search.rows import Rows, as_tensor, check_rows, row_range, surplus_r
 SYMMETRIC_DIM = 256  # below, numpy loses more by mirroring A @ A.T than it gains by computing half of it
 TILE_ENTRIES = 4 << 20  # of one product: with its masks it stays near the last-level cache
 LEAST_TILE = 64
-SAMPLED_ROWS, WORTH_SORTING = (61, 0.06)  # one in that many rows is tried: a larger share is not worth sorting out
+STRIP_ENTRIES = 1 << 17  # of a tile, compared at once with two thresholds: they stay in a core's own cache
 CPU = torch.device("cpu")
 
 Passing = tuple[Any, Any, Any]
@@ -138,22 +138,23 @@ class NumpyProducts:
     def passing(self, tile: np.ndarray, threshold: np.ndarray, columns: bool = False) -> Passing:
         """See Products."""
         mask = self._mask[: tile.size].reshape(tile.shape)
-        np.greater(tile, threshold if columns else threshold[:, None], out=mask)
-        places = np.flatnonzero(mask)
-        i = places // tile.shape[1]
-        j, scores = places - i * tile.shape[1], np.take(tile, places)
+        np.greater(tile, np.ascontiguousarray(threshold) if columns else threshold[:, None], out=mask)
+        i, j, scores = _entries(tile, mask)
         if not columns:
             return i, j, scores
         order = _by_column(j, tile.shape[1])
         return j[order], i[order], scores[order]
 
     def passing_both(self, tile: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> tuple[Passing, Passing]:
-        """See Products. Entries are looked at once, with the lowest threshold, where that lets few more pass."""
-        low = np.minimum(rows, columns.min(initial=np.inf))
-        some = slice(len(tile) % SAMPLED_ROWS // 2, None, SAMPLED_ROWS)
-        if np.count_nonzero(tile[some] > low[some, None]) > WORTH_SORTING * tile[some].size:
-            return self.passing(tile, rows), self.passing(tile, columns, columns=True)
-        i, j, scores = self.passing(tile, low)
+        """See Products. What is above the lower of its two thresholds is found at once, and then told apart."""
+        mask, columns = self._mask[: tile.size].reshape(tile.shape), np.ascontiguousarray(columns)
+        height = max(STRIP_ENTRIES // max(tile.shape[1], 1), 1)
+        lower = np.empty((height, tile.shape[1]), dtype=np.float32)
+        for lo in range(0, len(tile), height):
+            strip = slice(lo, lo + height)
+            least = np.minimum(rows[strip, None], columns, out=lower[: len(tile) - lo])
+            np.greater(tile[strip], least, out=mask[strip])
+        i, j, scores = _entries(tile, mask)
         of_rows, of_columns = np.flatnonzero(scores > rows[i]), np.flatnonzero(scores > columns[j])
         of_columns = of_columns[_by_column(j[of_columns], tile.shape[1])]
         return ((i[of_rows], j[of_rows], scores[of_rows]), (j[of_columns], i[of_columns], scores[of_columns]))
@@ -277,6 +278,13 @@ class CoarseTorchProducts(TorchProducts):
 
     def _product(self, a: Any, b: Any, out: torch.Tensor) -> torch.Tensor:
         return multiply_codes(a, b, self.form, out)
+
+
+def _entries(tile: np.ndarray, mask: np.ndarray) -> Passing:
+    """Where a mask of the tile is set: rows ascending, columns, scores."""
+    places = np.flatnonzero(mask)
+    i = places // tile.shape[1]
+    return i, places - i * tile.shape[1], np.take(tile, places)
 
 
 def _by_column(j: np.ndarray, width: int) -> np.ndarray:

@@ -13,8 +13,10 @@ from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex, count_above, knn_graph, merge, score, topk
 from lattqe.search import graph as graph_module
 from lattqe.search import products as products_module
-from lattqe.search.products import NumpyProducts, TorchProducts
+from lattqe.search.exact import published
+from lattqe.search.products import Block, NumpyProducts, TorchProducts
 from lattqe.search.rows import Clock
+from lattqe.search.topk import running_topk
 
 
 def slow_scores(xq, xb):
@@ -110,6 +112,31 @@ def test_any_shape(draw):
     xq = data(kind, rng, 3, dim, dtype)
     exclude = rng.integers(-1, n, 3)
     np.testing.assert_array_equal(topk(xq, xb, k, exclude=exclude)[1], slow_topk(xq, xb, k, exclude=exclude)[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_buffers_that_are_cut_back_lose_nothing(draw):
+    """Every pair is offered, in any order, to buffers that hold 64 or three times k."""
+    rng = np.random.default_rng(draw.draw(st.integers(0, 1000)))
+    kind, k = draw.draw(st.sampled_from(KINDS)), draw.draw(st.integers(1, 50))
+    xq, xb = data(kind, rng, draw.draw(st.integers(1, 5)), 12, np.float32), data(kind, rng, 400, 12, np.float32)
+    products = NumpyProducts()
+    rows, others = (Block.load(x, products, widen=True) for x in (xq, xb))
+    running, tile = running_topk(products, rows, others, k), products.multiply(rows.held, others.held)
+    for part in np.array_split(rng.permutation(400), draw.draw(st.integers(1, 30))):
+        i, place = np.divmod(np.arange(len(xq) * len(part)), len(part))
+        running.offer(slice(None), i, part[place], tile[i, part[place]])
+    running.settle(0, len(xq))
+    for row, fill in enumerate(running._fill):
+        np.testing.assert_array_equal(running._scores[row, :fill], tile[row, running._ids[row, :fill]])
+        assert np.isneginf(running._scores[row, fill:]).all()
+    running.prepare_scores()
+    running.score(0, len(xq))
+    scores, ids = published(*running.lists(0, len(xq)))
+    expected_scores, expected_ids = slow_topk(xq, xb, k)
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_array_equal(scores, expected_scores)
 
 
 def test_small_tiles_and_buffers_change_nothing(monkeypatch):

@@ -15,7 +15,7 @@ from lattqe.device import exact_convolutions
 from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex, index, knn_graph, topk
 from lattqe.search.exact import FORMATS, encode, exact_scores
-from lattqe.search.products import CPU_KINDS, Block, CoarseTorchProducts, TorchProducts, kinds_for
+from lattqe.search.products import CPU_KINDS, STRIP_ENTRIES, Block, CoarseTorchProducts, TorchProducts, kinds_for
 
 CPU = torch.device("cpu")
 topk_module = sys.modules["lattqe.search.topk"]  # the package has a function of that name
@@ -207,7 +207,7 @@ def test_stored_rows_are_gathered_in_their_own_width():
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, np.inf])
 def test_rows_and_columns_looked_at_once_are_those_looked_at_one_after_the_other(spread):
-    """Thresholds alike, of which one pass finds all; far apart or missing, which takes two."""
+    """Thresholds alike, far apart or missing, every third of a longer array; the tile is more than one strip."""
     rng = np.random.default_rng(0)
     tile = rng.standard_normal((500, 300)).astype(np.float32)
     tile[rng.integers(0, 500, 900), rng.integers(0, 300, 900)] = 2.0  # some equal a threshold
@@ -216,7 +216,7 @@ def test_rows_and_columns_looked_at_once_are_those_looked_at_one_after_the_other
     rows, columns = (np.full(size, 2, dtype=np.float32) for size in tile.shape)
     rows[::7] -= spread
     columns[::5] -= spread
-    found = products.passing_both(tile, rows, columns)
+    found = products.passing_both(tile, np.repeat(rows, 3)[::3], np.repeat(columns, 3)[::3])
     expected = products.passing(tile, rows), products.passing(tile, columns, columns=True)
     for one, other in zip(found, expected):
         for a, b in zip(one, other):
@@ -224,3 +224,4 @@ def test_rows_and_columns_looked_at_once_are_those_looked_at_one_after_the_other
     i, j = np.nonzero(tile > rows[:, None])
     np.testing.assert_array_equal(found[0][0], i)
     np.testing.assert_array_equal(found[0][1], j)
+    assert tile.size > STRIP_ENTRIES
