@@ -27,6 +27,7 @@ from lattqe.model import LAttQE
 from lattqe.search import FlatIndex, knn_graph
 from lattqe.search.approximate import Recall, approximate_graph, check_recall, reason_for_exact
 from lattqe.search.graph import fastest_kind, sample_size
+from lattqe.search.rows import check_k
 from lattqe.search.stored import ProductClock
 from lattqe.store import FeatureSet, NeighborGraph, Ranks, open_place, read_manifest
 from lattqe.store.artifacts import model_address
@@ -109,6 +110,7 @@ def neighbors(
     if recall is not None and not approximate:
         raise LattqeError("recall given without approximate=True: exact lists have all neighbors")
     x = _unit_rows(x, "x")
+    k = check_k(k, len(x))
     if approximate:
         check_recall(recall := 0.95 if recall is None else recall)
         if reason_for_exact(len(x), k) is None:
@@ -162,6 +164,7 @@ def search(
             "the method, as in expand='alphaqe'"
         )
     queries, rows = _unit_rows(xq, "xq"), _unit_rows(xb, "xb")
+    k = check_k(k, len(rows))
     if expand is not None:
         queries = _expanded(queries, xb, rows, expand, nqe, progress, params)
     return Found(*FlatIndex(rows, gpu_or_none("auto")).search(queries, k))
@@ -197,7 +200,7 @@ def _expanded(
     theta = _method(method, params)
     if not len(xb):
         return xq.astype(np.float32)
-    augmented = not isinstance(given, np.ndarray) and is_augmented(FeatureSet.open(str(given)))
+    augmented = isinstance(given, str | Path) and is_augmented(FeatureSet.open(str(given)))
     done = 0
 
     def advance(queries: int) -> None:
@@ -290,9 +293,14 @@ def _method(method: str | Method, params: dict[str, Any], dba: bool = False) -> 
 
 def _unit_rows(x: Vectors, name: str) -> np.ndarray:
     """The rows of an array, or of a stored feature set; what is not a matrix of L2-normalised rows is refused."""
-    x = FeatureSet.open(str(x)).read() if isinstance(x, str | Path) else np.asarray(x)
+    try:
+        x = FeatureSet.open(str(x)).read() if isinstance(x, str | Path) else np.asarray(x)
+    except ValueError as error:  # lists of different lengths
+        raise LattqeError(f"{name} is no matrix (rows, D): {error}") from error
     if x.ndim != 2:
         raise LattqeError(f"{name} has shape {x.shape}: want (rows, D)")
+    if x.dtype.kind not in "fiu":
+        raise LattqeError(f"{name} holds {x.dtype}: real numbers are needed")
     if x.dtype not in (np.float16, np.float32):
         x = x.astype(np.float32)
     norms = np.sqrt(np.einsum("nd,nd->n", x, x, dtype=np.float32))
