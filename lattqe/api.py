@@ -267,8 +267,9 @@ def evaluate(
 ) -> dict[str, Scores]:
     """Score rankings I (nq, k), what `search` gave, or stored ranks: `Scores` by setup (easy, medium, hard; or label).
 
-    truth: a ground-truth file (gnd_*.pkl, .json) or object. Without one, labels (nb,) of the rows with query_labels
-    (nq,), or with query_rows (nq,) where the queries are rows themselves; stored ranks know both.
+    truth: a ground-truth file (gnd_*.pkl, .json) or object. Without one, labels (nb,) of the rows, numbers (-1: of no
+    class) or text, with query_labels (nq,), or with query_rows (nq,) where the queries are rows themselves; stored
+    ranks know both.
     """
     given = read_gnd(str(truth)).truth if isinstance(truth, str | Path) else truth
     if isinstance(ranks, str | Path):
@@ -276,9 +277,27 @@ def evaluate(
         return score_ranking(judged.ranks, given or judged.truth, ks=ks)
     if given is None and labels is None:
         raise LattqeError("it is not known what is relevant: give truth, or labels with query_labels or query_rows")
+    rows = ranks.I if isinstance(ranks, Found) else np.asarray(ranks)
+    if rows.ndim != 2 or rows.dtype.kind not in "iu":
+        raise LattqeError(f"ranks are {rows.dtype} of shape {rows.shape}: give row numbers (nq, k), as in found.I")
     if given is None:
-        given = LabelTruth(np.asarray(labels), query_labels, query_rows)
-    return score_ranking(ranks.I if isinstance(ranks, Found) else np.asarray(ranks), given, ks=ks)
+        own, asked = _numbered(np.asarray(labels), None if query_labels is None else np.asarray(query_labels))
+        if (last := rows.max(initial=-1)) >= len(own):
+            raise LattqeError(f"row {last} was found, but there are {len(own)} labels: give one for every row, or -1")
+        given = LabelTruth(own, asked, query_rows)
+    return score_ranking(rows, given, ks=ks)
+
+
+def _numbered(labels: np.ndarray, asked: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Labels of rows and of queries as numbers: texts get those of their order, the same on both sides."""
+    texts = [one.dtype.kind in "UO" for one in (labels, asked) if one is not None]
+    if not any(texts):
+        return labels, asked
+    if not all(texts):
+        raise LattqeError("labels and query_labels must be both text or both numbers: else they cannot be compared")
+    names = np.concatenate([labels, labels[:0] if asked is None else asked]).astype(str)
+    numbers = np.unique(names, return_inverse=True)[1]
+    return numbers[: len(labels)], None if asked is None else numbers[len(labels) :]
 
 
 def _method(method: str | Method, params: dict[str, Any], dba: bool = False) -> Method:

@@ -134,6 +134,17 @@ def test_evaluate_takes_arrays_results_and_stored_ranks(world, tmp_path):
     assert repr(results[0]["label"]).startswith("Scores(label: mAP ")
     with pytest.raises(LattqeError, match="it is not known what is relevant"):
         lattqe.evaluate(found)
+    text = {name: [f"class {number}" for number in labels[name]] for name in labels}
+    for named in (text, {name: np.array(text[name], dtype=object) for name in text}):
+        scores = lattqe.evaluate(found, labels=named["database"], query_labels=named["queries"])
+        np.testing.assert_array_equal(scores["label"].ap, results[0]["label"].ap)
+    for wrong, message in (
+        (lambda: lattqe.evaluate(found.D, **known), r"ranks are float32 of shape \(30, 150\): give row numbers"),
+        (lambda: lattqe.evaluate(found, **known | {"labels": labels["database"][:-1]}), "row 149 was found, but there"),
+        (lambda: lattqe.evaluate(found, **known | {"labels": text["database"]}), "both text or both numbers"),
+    ):
+        with pytest.raises(LattqeError, match=message):
+            wrong()
 
 
 def test_progress_counts_to_its_total(world):
