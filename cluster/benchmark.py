@@ -229,7 +229,8 @@ class Indexes:
             joined = f"{self.folder}/joined/{database.digest[:16]}-{distractors.digest[:16]}"
             features = stack_features([database, distractors], joined)
         started = time.perf_counter()
-        graph = self._graph(database, distractors, features, min(graph_k, features.rows - 1))
+        # a list needs an entry, though a single row has no neighbor
+        graph = self._graph(database, distractors, features, max(min(graph_k, features.rows - 1), 1))
         found = time.perf_counter()
         to = f"{self.folder}/indexes/{key}-{graph.k}"
         self._augment(features, graph, dba, to)

@@ -83,6 +83,7 @@ def main(
     from lattqe.augmentation import GRAPH, Augmentation
     from lattqe.cost import plans
     from lattqe.expansion import create
+    from lattqe.search.rows import check_k
     from lattqe.store import FeatureSet
     from lattqe.store.export import export_features
 
@@ -91,7 +92,7 @@ def main(
     params = method_params(method, params or {}, dba=True)
     theta = create(method, **params)
     theta.check_width(original.dim, f"features in {features}")
-    k = k or theta.suggested_k(dba=True)
+    k = check_k(k or theta.suggested_k(dba=True), original.rows)
     hops, hop_alpha = chosen_hops(theta, hops, hop_alpha)
     given = given_graph(neighbors, original, theta.depth(k)) if neighbors is not None else None
     if (where := setting(plan, assume, original.rows, workers, address, cache)) is not None:

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import io
 import os
 import sys
 from dataclasses import dataclass
@@ -167,6 +168,9 @@ def main() -> None:
         from jobs.submit import restore_settings
 
         restore_settings()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None where it is closed
+        # Help has arrows, and messages have ids: an encoding without them must not end in a traceback.
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         show_help()

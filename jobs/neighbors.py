@@ -89,6 +89,7 @@ def main(
 
     After a kill, the same command continues where it stopped. Example: lattqe neighbors features -k 64 --to graph
     """
+    from lattqe.search.rows import check_k
     from lattqe.search.stored import GraphTask, check_sets, open_sets
     from lattqe.store import open_place
 
@@ -106,6 +107,7 @@ def main(
     check_sets(task)
     sets = open_sets(task)
     rows = sum(each.rows for each in sets)
+    check_k(k, rows)
     task = exact_where_better(task, rows)
     compared = 0 if task.recall is not None else rows  # an approximate graph is made here whatever the rows
     if (where := setting(plan, assume, compared, workers, address, cache, block_rows)) is not None:

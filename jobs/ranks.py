@@ -106,10 +106,12 @@ def write_csv(path: Path, judged: "JudgedRanks", scores: "dict[str, Scores]") ->
             writer.writerow(("query", "setup", "positives", "ap", *(f"p@{k}" for k in one.ks)))
         for query, ap, positives, precision in zip(judged.queries.ids(), one.ap, one.positives, one.precision):
             writer.writerow((plain_cell(query), name, int(positives), float(ap), *map(float, precision)))
+    if path.is_dir():
+        raise LattqeError(f"cannot write {path}: it is a folder; name a file in it, such as {path / 'queries.csv'}")
+    unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.unfinished")
-        unfinished.write_text(text.getvalue())
+        unfinished.write_text(text.getvalue(), encoding="utf-8")
         unfinished.replace(path)
     except OSError as error:
         raise LattqeError(f"cannot write {path}: {error}") from error

@@ -60,6 +60,7 @@ def main(
 
     Example: lattqe search index queries -k 100 --expand lattqe --model model --to ranks
     """
+    from lattqe.search.rows import check_k
     from lattqe.store import FeatureSet
 
     sources = [FeatureSet.open(uri, cache) for uri in (database, distractors) if uri is not None]
@@ -71,6 +72,7 @@ def main(
             )
     expansion = make_expansion(expand, nqe, params or {}, sources[0])
     rows = sum(each.rows for each in sources)
+    check_k(k, rows)
     if (where := setting(plan, assume, rows, workers, address, cache)) is not None:
         tell([planned(sources, asked, k, expansion, where)], where, not sources[0].place.is_local, json)
         return

@@ -27,6 +27,7 @@ from lattqe.model import LAttQE
 from lattqe.search import FlatIndex, knn_graph
 from lattqe.search.approximate import Recall, approximate_graph, check_recall, reason_for_exact
 from lattqe.search.graph import fastest_kind, sample_size
+from lattqe.search.rows import check_k
 from lattqe.search.stored import ProductClock
 from lattqe.store import FeatureSet, NeighborGraph, Ranks, open_place, read_manifest
 from lattqe.store.artifacts import model_address
@@ -109,6 +110,7 @@ def neighbors(
     if recall is not None and not approximate:
         raise LattqeError("recall given without approximate=True: exact lists have all neighbors")
     x = _unit_rows(x, "x")
+    k = check_k(k, len(x))
     if approximate:
         check_recall(recall := 0.95 if recall is None else recall)
         if reason_for_exact(len(x), k) is None:
@@ -162,6 +164,7 @@ def search(
             "the method, as in expand='alphaqe'"
         )
     queries, rows = _unit_rows(xq, "xq"), _unit_rows(xb, "xb")
+    k = check_k(k, len(rows))
     if expand is not None:
         queries = _expanded(queries, xb, rows, expand, nqe, progress, params)
     return Found(*FlatIndex(rows, gpu_or_none("auto")).search(queries, k))
@@ -197,7 +200,7 @@ def _expanded(
     theta = _method(method, params)
     if not len(xb):
         return xq.astype(np.float32)
-    augmented = not isinstance(given, np.ndarray) and is_augmented(FeatureSet.open(str(given)))
+    augmented = isinstance(given, str | Path) and is_augmented(FeatureSet.open(str(given)))
     done = 0
 
     def advance(queries: int) -> None:
@@ -264,8 +267,9 @@ def evaluate(
 ) -> dict[str, Scores]:
     """Score rankings I (nq, k), what `search` gave, or stored ranks: `Scores` by setup (easy, medium, hard; or label).
 
-    truth: a ground-truth file (gnd_*.pkl, .json) or object. Without one, labels (nb,) of the rows with query_labels
-    (nq,), or with query_rows (nq,) where the queries are rows themselves; stored ranks know both.
+    truth: a ground-truth file (gnd_*.pkl, .json) or object. Without one, labels (nb,) of the rows, numbers (-1: of no
+    class) or text, with query_labels (nq,), or with query_rows (nq,) where the queries are rows themselves; stored
+    ranks know both.
     """
     given = read_gnd(str(truth)).truth if isinstance(truth, str | Path) else truth
     if isinstance(ranks, str | Path):
@@ -273,9 +277,27 @@ def evaluate(
         return score_ranking(judged.ranks, given or judged.truth, ks=ks)
     if given is None and labels is None:
         raise LattqeError("it is not known what is relevant: give truth, or labels with query_labels or query_rows")
+    rows = ranks.I if isinstance(ranks, Found) else np.asarray(ranks)
+    if rows.ndim != 2 or rows.dtype.kind not in "iu":
+        raise LattqeError(f"ranks are {rows.dtype} of shape {rows.shape}: give row numbers (nq, k), as in found.I")
     if given is None:
-        given = LabelTruth(np.asarray(labels), query_labels, query_rows)
-    return score_ranking(ranks.I if isinstance(ranks, Found) else np.asarray(ranks), given, ks=ks)
+        own, asked = _numbered(np.asarray(labels), None if query_labels is None else np.asarray(query_labels))
+        if (last := rows.max(initial=-1)) >= len(own):
+            raise LattqeError(f"row {last} was found, but there are {len(own)} labels: give one for every row, or -1")
+        given = LabelTruth(own, asked, query_rows)
+    return score_ranking(rows, given, ks=ks)
+
+
+def _numbered(labels: np.ndarray, asked: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Labels of rows and of queries as numbers: texts get those of their order, the same on both sides."""
+    texts = [one.dtype.kind in "UO" for one in (labels, asked) if one is not None]
+    if not any(texts):
+        return labels, asked
+    if not all(texts):
+        raise LattqeError("labels and query_labels must be both text or both numbers: else they cannot be compared")
+    names = np.concatenate([labels, labels[:0] if asked is None else asked]).astype(str)
+    numbers = np.unique(names, return_inverse=True)[1]
+    return numbers[: len(labels)], None if asked is None else numbers[len(labels) :]
 
 
 def _method(method: str | Method, params: dict[str, Any], dba: bool = False) -> Method:
@@ -290,9 +312,14 @@ def _method(method: str | Method, params: dict[str, Any], dba: bool = False) -> 
 
 def _unit_rows(x: Vectors, name: str) -> np.ndarray:
     """The rows of an array, or of a stored feature set; what is not a matrix of L2-normalised rows is refused."""
-    x = FeatureSet.open(str(x)).read() if isinstance(x, str | Path) else np.asarray(x)
+    try:
+        x = FeatureSet.open(str(x)).read() if isinstance(x, str | Path) else np.asarray(x)
+    except ValueError as error:  # lists of different lengths
+        raise LattqeError(f"{name} is no matrix (rows, D): {error}") from error
     if x.ndim != 2:
         raise LattqeError(f"{name} has shape {x.shape}: want (rows, D)")
+    if x.dtype.kind not in "fiu":
+        raise LattqeError(f"{name} holds {x.dtype}: real numbers are needed")
     if x.dtype not in (np.float16, np.float32):
         x = x.astype(np.float32)
     norms = np.sqrt(np.einsum("nd,nd->n", x, x, dtype=np.float32))

@@ -134,6 +134,17 @@ def test_evaluate_takes_arrays_results_and_stored_ranks(world, tmp_path):
     assert repr(results[0]["label"]).startswith("Scores(label: mAP ")
     with pytest.raises(LattqeError, match="it is not known what is relevant"):
         lattqe.evaluate(found)
+    text = {name: [f"class {number}" for number in labels[name]] for name in labels}
+    for named in (text, {name: np.array(text[name], dtype=object) for name in text}):
+        scores = lattqe.evaluate(found, labels=named["database"], query_labels=named["queries"])
+        np.testing.assert_array_equal(scores["label"].ap, results[0]["label"].ap)
+    for wrong, message in (
+        (lambda: lattqe.evaluate(found.D, **known), r"ranks are float32 of shape \(30, 150\): give row numbers"),
+        (lambda: lattqe.evaluate(found, **known | {"labels": labels["database"][:-1]}), "row 149 was found, but there"),
+        (lambda: lattqe.evaluate(found, **known | {"labels": text["database"]}), "both text or both numbers"),
+    ):
+        with pytest.raises(LattqeError, match=message):
+            wrong()
 
 
 def test_progress_counts_to_its_total(world):
@@ -156,6 +167,48 @@ def test_refusals(world):
     x = np.eye(8, dtype=np.float32)
     with pytest.raises(LattqeError, match=r"the model .*model does not fit the vectors: .* made for 16"):
         lattqe.expand(x, x, "lattqe", model=str(world / "model"))
+
+
+@pytest.mark.parametrize("kind", [np.ndarray.tolist, torch.from_numpy, np.asfortranarray])
+def test_lists_and_tensors_are_arrays_too(world, kind):
+    xq, xb = lattqe.load(world / "queries").x, lattqe.load(world / "database").x
+    for call in (
+        lambda q, b: lattqe.search(q, b, k=9, expand="alphaqe", nqe=4).I,
+        lambda q, b: lattqe.expand(q, b, "aqewd"),
+        lambda q, b: lattqe.augment(b, "aqewd", hops=np.int64(2)),
+    ):
+        np.testing.assert_array_equal(call(kind(xq), kind(xb)), call(xq, xb))
+
+
+def test_nothing_is_found_in_an_empty_database():
+    x = np.eye(8, dtype=np.float32)
+    for expand in (None, "aqewd"):
+        found = lattqe.search(x, x[:0], k=3, expand=expand)
+        assert (found.I == -1).all()
+        assert found.D.shape == (8, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: lattqe.search(x, x, k=2.5), "k must be a whole number, got 2.5"),
+        (lambda x: lattqe.neighbors(x, k="3"), "k must be a whole number, got '3'"),
+        (lambda x: lattqe.search(x, x, k=True), "k must be a whole number, got True"),
+        (lambda x: lattqe.search(x, x, k=10**12), "far more than the 8 rows"),
+        (lambda x: lattqe.neighbors(x, k=10**12), "far more than the 8 rows"),
+        (lambda x: lattqe.expand(x, x, "aqe", k=1.5), "k is 1.5: use a whole number"),
+        (lambda x: lattqe.augment(x, "aqe", k="3"), "k is '3': use a whole number"),
+        (lambda x: lattqe.expand(x, x, "alphaqe", alpha="3"), "alpha is '3': use a finite number"),
+        (lambda x: lattqe.expand(x, x, "dqe", C=None), "C is None: use a finite number"),
+        (lambda x: lattqe.augment(x, "aqe", hops=2, hop_alpha="1"), "neighbors is '1': use a number between"),
+        (lambda x: lattqe.search(x.astype(complex), x), "xq holds complex128: real numbers"),
+        (lambda x: lattqe.search(x, x.astype(str)), "xb holds <U32: real numbers"),
+        (lambda x: lattqe.search([[1.0, 0.0], [1.0]], x), "xq is no matrix"),
+    ],
+)
+def test_what_is_no_number_or_matrix_is_refused(call, message):
+    with pytest.raises(LattqeError, match=message):
+        call(np.eye(8, dtype=np.float32))
 
 
 def test_completion_shows_the_functions():

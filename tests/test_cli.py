@@ -31,6 +31,14 @@ def test_help_shows_every_verb_with_line_and_example(monkeypatch, capsys):
         assert verb.example in shown
 
 
+@pytest.mark.parametrize("words", [["--help"], ["search", "--help"]])
+def test_help_is_shown_in_any_encoding(words):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-m", "jobs.cli", *words], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage: lattqe" in done.stdout
+
+
 def test_version(monkeypatch, capsys):
     call(monkeypatch, "--version")
     assert capsys.readouterr().out.strip() == f"lattqe {__version__}"

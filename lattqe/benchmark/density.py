@@ -97,6 +97,11 @@ def load_own_set(features: str, queries: str | None) -> LabelledSet:
             )
         labels, query_labels = comparable_labels(stored, asked)
         kept = np.setdiff1d(np.arange(stored.rows), rows_of_queries(stored, asked))  # queries leave the database
+        if not np.isin(query_labels, labels[kept][labels[kept] >= 0]).any():
+            raise LattqeError(
+                f"no image of {stored.uri} that is not itself a query has the label of one in {asked.uri}: "
+                "give queries of the same classes, or leave --queries out to hold some images out"
+            )
         return LabelledSet(
             name,
             xb[kept],

@@ -86,6 +86,8 @@ def check_ids(ids: Sequence[str], expected: Sequence[str], name: str, list_name:
 def load_gnd(path: str | Path) -> RevisitedSet:
     """Read and check a ground-truth file, .pkl or .json; anything wrong with it is refused by name."""
     path = Path(path)
+    if path.suffix in (".npy", ".txt", ".csv"):
+        raise LattqeError(f"{path} is no ground truth (gnd_*.pkl or .json): give labels to `lattqe import --labels`")
     content = _read_json(path) if path.suffix == ".json" else pickle_file.load(path)
     try:
         return from_gnd(content)

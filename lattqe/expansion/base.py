@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -289,12 +290,17 @@ class Method(Described, ABC):
         return Expanded(vectors, weights)
 
 
+def is_finite(value: Any) -> bool:
+    """Whether a parameter is a finite number; a run file or a notebook can give text, or nothing."""
+    return isinstance(value, Real) and math.isfinite(value)
+
+
 def check_hops(hops: int, alpha: float) -> None:
     """Refuse numbers that mean nothing."""
-    if isinstance(hops, bool) or not isinstance(hops, int) or not 1 <= hops <= MOST_HOPS:
-        raise LattqeError(f"hops is {hops}: use a whole number from 1 (each row from its neighbors) to {MOST_HOPS}")
-    if not (math.isfinite(alpha) and 0 < alpha < 1):
-        raise LattqeError(f"the share of the neighbors is {alpha}: use a number between 0 and 1, such as {HOP_ALPHA}")
+    if isinstance(hops, bool) or not isinstance(hops, Integral) or not 1 <= hops <= MOST_HOPS:
+        raise LattqeError(f"hops is {hops!r}: use a whole number from 1 (each row from its neighbors) to {MOST_HOPS}")
+    if not (is_finite(alpha) and 0 < alpha < 1):
+        raise LattqeError(f"the share of the neighbors is {alpha!r}: use a number between 0 and 1, such as {HOP_ALPHA}")
 
 
 def check_finite(name: str, vectors: np.ndarray) -> None:

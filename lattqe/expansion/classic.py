@@ -11,15 +11,15 @@ Python loop over problems. Duplicates (a singular Q) need no care: the diagonal 
 equivalent solutions it approaches the central one, which treats equal points equally.
 """
 
-import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import ClassVar
 
 import numpy as np
 import torch
 
 from lattqe.errors import LattqeError
-from lattqe.expansion.base import Lists, Method, RowSource, parameter
+from lattqe.expansion.base import Lists, Method, RowSource, is_finite, parameter
 
 STEPS = 60  # never reached in practice: most problems take 10 to 20
 TOLERANCE = 1e-13  # of the complementarity in units of C, which leaves an error around 1e-6 in the weight vector
@@ -86,8 +86,8 @@ class AlphaExpansion(Method):
     alpha: float = parameter(3.0, "Power of the similarity", symbol="α", tries=(1.0, 2.0, 3.0, 4.0))
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.alpha) and self.alpha >= 0):
-            raise LattqeError(f"alphaqe: alpha is {self.alpha}: use a finite number that is not negative, such as 3")
+        if not (is_finite(self.alpha) and self.alpha >= 0):
+            raise LattqeError(f"alphaqe: alpha is {self.alpha!r}: use a finite number that is not negative, such as 3")
 
     def weights(self, lists: Lists) -> torch.Tensor:
         """(n, 1 + k), none negative."""
@@ -116,9 +116,9 @@ class DiscriminativeExpansion(Method):
     negatives: int = parameter(5, "Low-ranked negatives for each query or row", tries=(5, 50))
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.C) and self.C > 0):
-            raise LattqeError(f"dqe: C is {self.C}: use a finite number above 0, such as 0.1")
-        if isinstance(self.negatives, bool) or not isinstance(self.negatives, int) or self.negatives < 1:
+        if not (is_finite(self.C) and self.C > 0):
+            raise LattqeError(f"dqe: C is {self.C!r}: use a finite number above 0, such as 0.1")
+        if isinstance(self.negatives, bool) or not isinstance(self.negatives, Integral) or self.negatives < 1:
             raise LattqeError(f"dqe: negatives is {self.negatives!r}: use a whole number from 1, such as 5")
 
     def weights(self, lists: Lists) -> torch.Tensor:

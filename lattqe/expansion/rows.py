@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from numbers import Integral
 from typing import TypeVar
 
 import numpy as np
@@ -40,8 +41,8 @@ Found = tuple[np.ndarray, np.ndarray]  # D (n, k) float32 descending, I (n, k) i
 
 def list_lengths(method: Method, k: int, candidates: int) -> tuple[int, int]:
     """How many neighbors are weighed, and how many must be listed for that, where there are `candidates` of them."""
-    if k < 1:
-        raise LattqeError(f"k is {k}: use at least 1 neighbor")
+    if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
+        raise LattqeError(f"k is {k!r}: use a whole number of neighbors, at least 1")
     return min(k, candidates), min(method.depth(k), candidates)
 
 

@@ -25,7 +25,7 @@ from lattqe.search.compare import Lists, compare_between, compare_within, rows_p
 from lattqe.search.exact import best_of, exact_scores, float32_error, just_below, merge, published
 from lattqe.search.index import best_rows, pair_scores, search_block
 from lattqe.search.products import Block, Products, kinds_for, lanes_on
-from lattqe.search.rows import Clock, Rows, check_rows, row_range, tiles
+from lattqe.search.rows import Clock, Rows, check_k, check_rows, row_range, tiles
 
 SAMPLE_FLOPS = 4e9  # for each thread, of the graph of the sample that is measured: about a twentieth of a second
 SAMPLE_ROWS = 1024, 8192
@@ -56,8 +56,7 @@ def knn_graph(
     nor on the `kind` of products (`lattqe.search.products.kinds_for(device)`).
     """
     xb = check_rows(xb)
-    if k < 1:
-        raise LattqeError(f"k must be at least 1, got {k}")
+    k = check_k(k)
     clock = clock or Clock()
     size = block_rows or rows_per_block(xb.shape[1], k, copied=device is not None or xb.dtype != np.float32)
     cuts = list(tiles(len(xb), size))

@@ -12,7 +12,7 @@ from lattqe.device import room_on
 from lattqe.errors import LattqeError
 from lattqe.search.exact import exact_scores, merge, norms, published
 from lattqe.search.products import Block, Products, TorchProducts, lanes_on, with_room
-from lattqe.search.rows import Rows, check_queries, check_rows, in_lanes, in_one, row_range, tiles
+from lattqe.search.rows import Rows, check_k, check_queries, check_rows, in_lanes, in_one, row_range, tiles
 from lattqe.search.topk import capacity_for, running_topk
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ def best_rows(
     Threads share the queries or, where these are few, the rows of the database.
     """
     xq = check_queries(xq, database.dim)
-    if k < 1:
-        raise LattqeError(f"k must be at least 1, got {k}")
+    k = check_k(k)
     database = database.without(k)
     limit = int(np.clip(BUFFER_BYTES // (8 * capacity_for(k)), 1, QUERY_BLOCK))
     few = len(xq) < MANY_QUERIES * len(lanes)

@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from numbers import Integral
 from typing import TypeVar
 
 import numpy as np
@@ -28,6 +29,8 @@ from lattqe.errors import LattqeError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Lane = TypeVar("Lane")
+# Lists longer than there are rows are padded. So much padding is a slip in k, which would fill the memory or the disk.
+MOST_PADDED = 100_000
 Pair = tuple[int, int]
 
 
@@ -127,9 +130,20 @@ def check_queries(xq: np.ndarray, dim: int) -> np.ndarray:
     return xq
 
 
+def check_k(k: int, rows: int | None = None) -> int:
+    """Return the length of a list of the best of `rows` rows (None: not known here), or say why it cannot be that."""
+    if isinstance(k, bool) or not isinstance(k, Integral):
+        raise LattqeError(f"k must be a whole number, got {k!r}")
+    if k < 1:
+        raise LattqeError(f"k must be at least 1, got {k}")
+    if rows is not None and k > max(rows, MOST_PADDED):
+        raise LattqeError(f"k is {k:,}, far more than the {rows:,} rows: use a k up to the number of rows")
+    return int(k)
+
+
 def tiles(n: int, size: int) -> Iterator[tuple[int, int]]:
-    """Cut 0..n into (start, stop) of at most `size`."""
-    for start in range(0, n, size):
+    """Cut 0..n into (start, stop) of at most `size`; a share of nothing has size 0."""
+    for start in range(0, n, max(size, 1)):
         yield start, min(start + size, n)
 
 

@@ -289,7 +289,8 @@ def read_manifest(place: Place, kind: str | None = None) -> Manifest:
             raise LattqeError(f"{place.uri} is a file, not an artifact: {hint}")
         if place.exists(PLAN):
             raise LattqeError(f"{place.uri} is not finished: run the command that was writing it again")
-        raise LattqeError(f"there is no finished artifact at {place.uri} (no {NAME} there)")
+        hint = ", or leave it out for the model that ships" if kind == "model" else ""
+        raise LattqeError(f"there is no finished artifact at {place.uri} (no {NAME} there): check the address{hint}")
     if kind is not None and manifest.kind != kind:
         raise LattqeError(f"{place.uri} is {describe_kind(manifest.kind)}, but {describe_kind(kind)} is needed here")
     return manifest

@@ -122,6 +122,26 @@ def test_without_queries_one_image_of_each_class_asks(tmp_path: Path) -> None:
         load_own_set(str(tmp_path / "plain"), None)
 
 
+def test_a_single_class_is_cut_to_a_single_row(tmp_path: Path) -> None:
+    database, queries = store(tmp_path, labelled("own", classes=1))
+    words = ["density", "--features", database, "--queries", queries, "--relevant", "1", "--only", "aqewd"]
+    done = CliRunner().invoke(app, [*words, "--only", "lattqe", "--to", str(tmp_path / "results")])
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    lines = list(csv.reader((tmp_path / "results" / "results.csv").read_text().splitlines()))
+    assert {float(line[5]) for line in lines[1:]} == {100.0}
+
+
+def test_queries_that_find_nothing_are_refused(tmp_path: Path) -> None:
+    own = labelled("own")
+    database, _ = store(tmp_path, own)
+    with pytest.raises(LattqeError, match="leave --queries out"):
+        load_own_set(database, database)
+    with FeatureWriter(str(tmp_path / "strange"), 16, "float32", labels=True) as writer:
+        writer.append(own.xq, own.query_ids, own.query_labels + 100)
+    with pytest.raises(LattqeError, match=r"no image of .*: give queries of the same classes"):
+        load_own_set(database, str(tmp_path / "strange"))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -125,6 +125,7 @@ def test_a_model_of_another_width_is_refused_before_anything_is_computed(model, 
         (["--method", "aqe", "-k", 20], "has 16 neighbors per row, but 20 are needed"),
         (["--method", "alphaqe", "--C", 1], "--C belongs to dqe"),
         (["--method", "nothing"], "unknown method 'nothing'"),
+        (["--method", "aqe", "-k", 3_000_000_000], "k is 3,000,000,000, far more than the"),
         (["--method", "aqe", "--reach", "far"], "--reach is 'far': use one of auto, map, shards"),
     ],
 )

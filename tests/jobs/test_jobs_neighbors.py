@@ -65,6 +65,7 @@ def test_killed_driver_and_the_same_command_again(features, tmp_path):
         (["--against", "FEATURES"], "--against and --into go together"),
         (["--against", "FEATURES", "--into", "FEATURES"], "but a neighbor graph (kind 'neighbors') is needed here"),
         (["-k", "0"], "Invalid value for '-k'"),
+        (["-k", "3000000000"], "k is 3,000,000,000, far more than the"),
     ],
 )
 def test_refusals_are_one_line(features, tmp_path, options, message):

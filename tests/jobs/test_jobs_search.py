@@ -124,6 +124,8 @@ def test_more_neighbors_than_rows_are_told(sets, tmp_path, call_lattqe):
     ("options", "message"),
     [
         (["--nqe", 3], "--nqe needs --expand"),
+        (["-k", 3_000_000_000], "k is 3,000,000,000, far more than the 700 rows"),
+        (["--expand", "lattqe", "--model", "nowhere"], "nowhere .*: check the address, or leave it out"),
         (["--expand", "aqe", "--alpha", 3], "--alpha belongs to alphaqe"),
         (["--expand", "lattqe", "--model", "lattqe://nothing"], "no model of that name is part of lattqe"),
     ],
