@@ -10,6 +10,7 @@ import typer
 
 from jobs.console import (
     APPROXIMATE_GRAPH,
+    answers,
     command,
     human_bytes,
     note_approximate,
@@ -54,7 +55,7 @@ def info(
     if json:
         print_json(facts)
         return
-    show_table(facts["uri"], _lines(facts))
+    show_table(facts["uri"], _lines(facts), to=answers)
     if figure is not None:
         screen.print(f"wrote {figure}", markup=False, soft_wrap=True)
 
@@ -142,7 +143,7 @@ def _lines(facts: dict[str, Any]) -> dict[str, str]:
     if "columns" in fields:
         lines["columns"] = ", ".join(f"{column['name']}: {column['type']}" for column in fields["columns"])
     lines |= {
-        "bytes": f"{human_bytes(facts['bytes'])} in {facts['parts']} parts",
+        "bytes": f"{human_bytes(facts['bytes'])} in {facts['parts']} part{'s' * (facts['parts'] != 1)}",
         "digest": facts["digest"],
         "made by": f"lattqe {facts['code_version']}",
     }

@@ -25,8 +25,9 @@ from typer.core import TyperCommand
 from jobs.log_file import logged
 from lattqe.errors import LattqeError, event
 
-# Results go to stdout, for scripts; everything for people goes to stderr.
+# What was asked for goes to stdout, so that it can be piped; plans, progress and summaries of work go to stderr.
 screen = Console(stderr=True, highlight=False)
+answers = Console(highlight=False)
 EXIT_BAD_INPUT = 2
 # typer bundles its own click or uses the installed one: only this subclass has a public name.
 USAGE_ERROR: Any = typer.BadParameter.__base__
@@ -36,13 +37,16 @@ APPROXIMATE_GRAPH = "an approximate graph"
 LINE_SECONDS = 10.0  # between two lines about the progress, in the log file and where there is no terminal
 
 
-def show_table(title: str, rows: dict[str, Any], plan: bool = False) -> None:
-    """Print a two-column table: the plan before the work, the summary after it; the log file gets both."""
+def show_table(title: str, rows: dict[str, Any], plan: bool = False, to: Console = screen) -> None:
+    """Print a two-column table: the plan before the work, the summary after it; the log file gets both.
+
+    to: `answers` for the table that a command was called for.
+    """
     event("plan" if plan or title == "plan" else "summary", title=title, table=rows)
     table = Table(title=escape(title), title_justify="left", show_header=False, box=None, padding=(0, 2))
     for name, value in rows.items():
         table.add_row(f"[bold]{escape(name)}[/bold]", escape(str(value)))
-    screen.print(table)
+    to.print(table)
 
 
 def note_approximate(*used: Any) -> None:

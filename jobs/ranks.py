@@ -5,7 +5,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import Json, command, human_bytes, note_approximate, print_json, progress_bar, screen, show_table
+from jobs.console import (
+    Json,
+    answers,
+    command,
+    human_bytes,
+    note_approximate,
+    print_json,
+    progress_bar,
+    screen,
+    show_table,
+)
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
@@ -66,7 +76,7 @@ def evaluate(
     if json:
         print_json({name: one.summary() for name, one in scores.items()})
     for name, one in scores.items():
-        show_table(f"{name}: {ranks}", readable(one))
+        show_table(f"{name}: {ranks}", readable(one), to=screen if json else answers)
     if csv is not None:
         screen.print(f"per-query results: {csv}", markup=False)
 
