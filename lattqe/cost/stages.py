@@ -184,7 +184,7 @@ def approximate_graph(features: Stored, dim: int, k: int, machines: Machines, *,
         worker_seconds=products * product_seconds(dim, machines) + scoring_seconds(2 * k * rows, dim, machines.threads),
         worker_bytes=BASE_BYTES
         + features.bytes
-        + 2 * assigned
+        + 4 * assigned
         + BUFFER_BYTES * machines.threads
         + 2 * max(graph.part_bytes),
         scratch=assigned,

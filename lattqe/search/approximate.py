@@ -169,7 +169,7 @@ def reason_for_exact(rows: int, k: int) -> str | None:
 
 
 def cluster_count(rows: int, k: int) -> int:
-    """2√n: twice as many cost as much to find as they save at 200,000 rows; and no fewer rows in one than k."""
+    """2√n: twice as many cost more to find than they save at 200,000 rows; and no fewer rows in one than k."""
     return min(round(2 * np.sqrt(rows)), rows // max(k, 1))
 
 
@@ -274,8 +274,11 @@ def within_margin(ranked: np.ndarray, gaps: np.ndarray, sizes: np.ndarray, k: in
 
     In any case as many as it takes to meet k others: a row with fewer would be searched among all rows.
     """
-    met = sizes[ranked]
-    return (gaps <= margin) | (np.cumsum(met, axis=1) - met <= k)
+    searched, met = gaps <= margin, np.zeros(len(ranked), dtype=np.int64)
+    for column, numbers in enumerate(ranked.T):
+        searched[:, column] |= met <= k
+        met += sizes[numbers]
+    return searched
 
 
 def shares_met(nearest: np.ndarray, rows: np.ndarray, truth: np.ndarray) -> np.ndarray:
@@ -314,15 +317,17 @@ def lists_of(
     """The lists of rows start..stop, as they are stored: D (n, k) float32, I (n, k) int32. Lanes share the rows."""
     most = max(BUFFER_BYTES // (8 * capacity_for(k)), 1)
     shares = max(-(-(stop - start) // len(lanes)), 1)
-    cuts = [(start + lo, start + hi) for lo, hi in tiles(stop - start, min(most, shares))]
+    # Rows of one cluster together: they visit the same clusters, and have the same candidates to be scored.
+    order = np.argsort(membership.nearest[start:stop, 0], kind="stable")
+    scores, ids = np.empty((len(order), k), np.float32), np.empty((len(order), k), np.int32)
 
-    def search(products: Products, cut: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        found = published(*lists_of_rows(whole, membership, np.arange(*cut), k, products, clock))
-        on_rows(cut[1] - cut[0])
-        return found
+    def search(products: Products, cut: tuple[int, int]) -> None:
+        some = order[slice(*cut)]
+        scores[some], ids[some] = published(*lists_of_rows(whole, membership, start + some, k, products, clock))
+        on_rows(len(some))
 
-    scores, ids = zip(*in_lanes(search, cuts, lanes))
-    return np.concatenate(scores), np.concatenate(ids)
+    in_lanes(search, list(tiles(len(order), min(most, shares))), lanes)
+    return scores, ids
 
 
 def lists_of_rows(
@@ -333,9 +338,6 @@ def lists_of_rows(
     (m, k) float64 (-inf missing), (m, k) int32 (-1 missing). A row with fewer than k such is searched among all.
     """
     clock = clock or Clock()
-    # Rows of one cluster together: they have the same candidates, which are then scored from the cache.
-    order = np.argsort(membership.nearest[rows, 0], kind="stable")
-    rows = rows[order]
     queries = Block.load(whole.stored[rows], products, widen=True)
     running = RunningTopK(queries, whole, k, products.error(queries, whole))
     for cluster, asking in membership.visits(rows):
@@ -353,13 +355,12 @@ def lists_of_rows(
         running.prepare_scores()
         for lo, hi in tiles(len(rows), SETTLED_ROWS):
             clock.count("scored", running.score(lo, hi))
-            scores[order[lo:hi]], ids[order[lo:hi]] = running.lists(lo, hi)
-    short = np.flatnonzero((ids[order] >= 0).sum(axis=1) < min(k, len(whole) - 1))
+            scores[lo:hi], ids[lo:hi] = running.lists(lo, hi)
+    short = np.flatnonzero((ids >= 0).sum(axis=1) < min(k, len(whole) - 1))
     if len(short):
         clock.count("short", len(short))
         with clock("searching exactly"):
-            found = best_rows(queries.stored[short], whole, k, [products], exclude=rows[short])
-        scores[order[short]], ids[order[short]] = found
+            scores[short], ids[short] = best_rows(queries.stored[short], whole, k, [products], exclude=rows[short])
     return scores, ids
 
 
