@@ -209,7 +209,7 @@ def approximate_neighbors(task: "GraphTask", workers: int | None, here: bool) ->
         {
             "rows": f"{features.rows:,} × {features.dim} {features.dtype}, k = {task.k}",
             "not exact": f"target recall {task.recall:g}; the recall reached is measured and stored",
-            "clusters": f"{cluster_count(features.rows, task.k):,}, each row in as many as the recall needs",
+            "clusters": f"{cluster_count(features.rows, task.k):,}, each row searches as many as the recall needs",
             "where": "in this process (--workers or --address use Ray)" if here else "clusters here, parts on Ray",
             "parts": f"{len(pending.part_rows)}, {len(pending.part_rows) - len(pending.missing())} of them done",
             "graph": human_bytes(8 * task.k * features.rows),
@@ -238,13 +238,13 @@ def approximate_neighbors(task: "GraphTask", workers: int | None, here: bool) ->
 
 def promise(manifest: "Manifest") -> dict[str, Any]:
     """What became of the recall that was requested; nothing to say of an exact graph."""
-    if manifest.approximation is None or "measured" not in manifest.config:
+    if manifest.approximation is None or "searched" not in manifest.config.get("measured", {}):
         return {}
     measured, wanted = manifest.config["measured"], manifest.config["recall"]
-    expected, overlap = measured["overlap_planned"], measured["overlap"]
-    words = f"each row in {overlap} of {measured['clusters']} clusters"
-    if overlap > expected:
-        words += f", raised from {expected}, which found too few neighbors"
+    expected, searched = measured["searched_planned"], measured["searched"]
+    words = f"a row searches {searched:g} of {measured['clusters']} clusters on average"
+    if searched > expected:
+        words += f", raised from {expected:g}, which found too few neighbors"
     if not measured["kept"]:
         words += "; more would cost more than an exact graph: leave --approximate out"
     kept = "kept" if measured["kept"] else "MISSED"

@@ -24,14 +24,22 @@ from lattqe.cost.work import (
     Work,
 )
 from lattqe.model.config import LAttQEConfig
-from lattqe.search.approximate import BUFFER_BYTES, ITERATIONS, MEASURED_ROWS, PER_CENTROID, PLANNED_ROWS, cluster_count
+from lattqe.search.approximate import (
+    BUFFER_BYTES,
+    DEPTH,
+    ITERATIONS,
+    MEASURED_ROWS,
+    PER_CENTROID,
+    PLANNED_ROWS,
+    cluster_count,
+)
 from lattqe.search.compare import rows_per_block
 
 # Values that one core normalises in float64 and stores as float16 in a second: benchmarks/cost.py.
 IMPORT_VALUES_PER_SECOND = 120e6
-# Clusters that each row of an approximate graph is in, as 50,000 photographs took for a recall of 0.95, and by how much
-# clusters of unequal size have more pairs than equal ones: benchmarks/approximate.py.
-ASSUMED_OVERLAP, UNEVEN = 5, 1.3
+# Clusters that a row of an approximate graph searches, as rows like photographs took for a recall of 0.95, and by how
+# much clusters of unequal size have more pairs than equal ones: benchmarks/approximate.py.
+ASSUMED_SEARCHED, UNEVEN = 14, 1.2
 BACKWARD = 3  # times the work of going forward that an update of a network takes: forward, and back for both factors
 
 
@@ -150,15 +158,15 @@ def growth(
 
 
 def approximate_graph(features: Stored, dim: int, k: int, machines: Machines, *, itemsize: int = 2) -> Work:
-    """An approximate graph before its clusters are found. How many of them each row is in is assumed: that shows only
-    when they are there, and products grow with its square, up to those of an exact graph.
+    """An approximate graph before its clusters are found. How many of them a row searches is assumed: that shows only
+    when they are there, and products grow with it, up to those of an exact graph.
     """
     rows, clusters = features.rows, cluster_count(features.rows, k)
     finding = clusters * min(PER_CENTROID * clusters, rows) * ITERATIONS + rows * clusters
     finding += rows * (PLANNED_ROWS + MEASURED_ROWS)
-    inside = min(round(UNEVEN * (ASSUMED_OVERLAP * rows) ** 2 / clusters), rows * rows // 2)
+    inside = min(round(UNEVEN * ASSUMED_SEARCHED * rows * rows / clusters), rows * rows // 2)
     graph, products = Stored.kind("neighbors", rows, k=k), finding + inside
-    assigned = 4 * ASSUMED_OVERLAP * rows
+    assigned = 4 * DEPTH * rows
     return Work(
         "graph",
         rows,
@@ -176,14 +184,14 @@ def approximate_graph(features: Stored, dim: int, k: int, machines: Machines, *,
         worker_seconds=products * product_seconds(dim, machines) + scoring_seconds(2 * k * rows, dim, machines.threads),
         worker_bytes=BASE_BYTES
         + features.bytes
-        + 2 * assigned
+        + 4 * assigned
         + BUFFER_BYTES * machines.threads
         + 2 * max(graph.part_bytes),
         scratch=assigned,
         stored=graph.bytes,
         facts={
-            "not exact": f"{clusters:,} clusters; each row is assumed to be in {ASSUMED_OVERLAP} of them. How many "
-            "the recall needs is known once they are found; products grow with its square, up to an exact graph's",
+            "not exact": f"{clusters:,} clusters; a row is assumed to search {ASSUMED_SEARCHED} of them. How many "
+            "the recall needs is known once they are found; products grow with it, up to an exact graph's",
             "products to find them, and to measure the recall": f"{finding:.3g}",
         },
     )

@@ -1,16 +1,19 @@
-"""Approximate kNN graphs: overlapping clusters, the exact kernel inside each, and a recall that is measured.
+"""Approximate kNN graphs: each row searches the clusters near it with the exact kernel, and the recall is measured.
 
-A row belongs to the clusters whose centroids are nearest to it, `overlap` of them. It is compared with every row that
-shares a cluster with it, each once, and its list is the exact k best of those: scores in float64 and an order as in an
-exact graph, with some neighbors missing. With as many overlaps as clusters nothing is missing.
+A row is in the cluster of its nearest centroid. It searches that one and those whose centroids are little farther from
+it, by a margin that is the same for all rows, and its list is the exact k best of their rows: scores in float64 and an
+order as in an exact graph, with some neighbors missing. A row between clusters searches many, one in the middle of its
+own few: for a recall that takes about four fifths of the products of one number for all.
 
-A true neighbor is found exactly where it shares a cluster. So the exact lists of a few rows tell, before anything is
-built, how much overlap a recall takes. The recall that is published is that of other, random rows, whose lists are
-made as those of the graph are. Clusters come from faiss's k-means with one seed and one thread, nearest centroids are
-found exactly: the graph does not depend on threads, workers or blocks. All of it runs on the CPU.
+A true neighbor is found exactly where its cluster is searched. So the exact lists of a few rows tell, before anything
+is built, which margin a recall takes. The recall that is published is that of other, random rows: the share of their
+true neighbors that are in the clusters they search. Clusters come from faiss's k-means with one seed and one thread,
+and nearest centroids from blocks of one size: the graph does not depend on threads or workers. All of it runs on the
+CPU.
 """
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,12 +31,12 @@ from lattqe.search.topk import RunningTopK, capacity_for
 SEED = 0
 LEAST_ROWS = 20_000  # below, an exact graph takes no longer
 LEAST_CLUSTERS = 8
-MOST_OVERLAP = 32
+DEPTH = 24  # most clusters that a row searches: few rows need more for a recall of 0.95, and doubled where they do
 PER_CENTROID, ITERATIONS = 32, 6  # rows of the sample for each centroid: clusters need not be good, only many
 PLANNED_ROWS, MEASURED_ROWS = 256, 1_000
-SHORT_SHARE = 0.002  # of the rows that may have too few rows in their clusters: each of them is searched exactly
 NORMAL_95 = 1.959964
-ASSIGNED_ROWS = 65_536  # at once
+ASSIGNED_ROWS = 8_192  # at once, whatever the threads: the last bits of products may depend on it
+SETTLED_ROWS = 2_048  # at once: their candidates stay in the cache
 BUFFER_BYTES = 128 << 20  # of candidates, for the rows that one thread works on
 
 
@@ -64,18 +67,21 @@ class Recall:
 
 @dataclass(frozen=True)
 class Approximation:
-    """How a graph is approximated, and how well: the clusters of each row, nearest (n, overlap) int32."""
+    """How a graph is approximated, and how well.
+
+    nearest (n, m) int32: the clusters that each row searches, nearest first, then -1; it is in the first of them.
+    """
 
     nearest: np.ndarray
     clusters: int
-    planned: int  # the overlap that was expected to do
+    planned: float  # clusters for each row that were expected to do
     wanted: float
     recall: Recall
 
     @property
-    def overlap(self) -> int:
-        """Clusters that each row is in."""
-        return int(self.nearest.shape[1])
+    def searched(self) -> float:
+        """Clusters that a row searches, on average."""
+        return round(float((self.nearest >= 0).sum(axis=1).mean()), 2)
 
     @property
     def kept(self) -> bool:
@@ -88,44 +94,39 @@ class Approximation:
             **asdict(self.recall),
             "kept": self.kept,
             "clusters": self.clusters,
-            "overlap": self.overlap,
-            "overlap_planned": self.planned,
+            "searched": self.searched,
+            "searched_planned": self.planned,
         }
 
 
 class Membership:
-    """Which rows are in which cluster; `surplus` (n,) marks rows that can be in no list."""
+    """Which clusters each row searches, `nearest` (n, m) of Approximation, and which rows are in them.
+
+    `surplus` (n,) marks rows that can be in no list.
+    """
 
     def __init__(self, nearest: np.ndarray, clusters: int, surplus: np.ndarray | None = None) -> None:
-        # By column, ascending: the order in which clusters are visited.
-        self.columns = np.ascontiguousarray(np.sort(nearest, axis=1).T)
-        order = np.argsort(self.columns.T, axis=None, kind="stable")
-        rows = (order // nearest.shape[1]).astype(np.int32)
-        numbers = self.columns.T.reshape(-1)[order]
-        if surplus is not None:
-            numbers, rows = numbers[~surplus[rows]], rows[~surplus[rows]]
-        self._rows, self._starts = rows, np.searchsorted(numbers, np.arange(clusters + 1))
+        self.nearest = nearest
+        rows = np.argsort(nearest[:, 0], kind="stable").astype(np.int32)
+        self._rows = rows if surplus is None else rows[~surplus[rows]]
+        self._starts = np.searchsorted(nearest[self._rows, 0], np.arange(clusters + 1))
 
     def members(self, cluster: int) -> np.ndarray:
         """Rows of a cluster, ascending."""
         return self._rows[self._starts[cluster] : self._starts[cluster + 1]]
 
-    def visits(self, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """(cluster, which of `rows` are in it) for all clusters that have one of them, ascending."""
-        mine = self.columns[:, rows].T
-        order = np.argsort(mine, axis=None, kind="stable")
-        visited, starts = np.unique(mine.reshape(-1)[order], return_index=True)
-        return list(zip(visited.tolist(), np.split(order // mine.shape[1], starts[1:])))
+    def visits(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """(cluster, which of `rows` search it) for all clusters that one of them searches.
 
-    def first_meeting(self, cluster: int, rows: np.ndarray, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        """Which pairs (rows[i[p]], j[p]) of a cluster share none that was visited before: (n,) bool."""
-        visited = self.columns[:, rows]
-        visited = np.take(np.where(visited < cluster, visited, -1), i, axis=1)
-        fresh, differs = np.ones(len(i), dtype=bool), np.empty(len(i), dtype=bool)
-        for one in visited:
-            for other in np.take(self.columns, j, axis=1):
-                fresh &= np.not_equal(one, other, out=differs)
-        return fresh
+        Each row's own cluster is first: its k best there are a threshold that little of the others passes.
+        """
+        for columns in (slice(0, 1), slice(1, None)):
+            mine = self.nearest[rows, columns]
+            which, _ = np.nonzero(mine >= 0)
+            mine = mine[mine >= 0]
+            order = np.argsort(mine, kind="stable")
+            visited, starts = np.unique(mine[order], return_index=True)
+            yield from zip(visited.tolist(), np.split(which[order], starts[1:]))
 
 
 def approximate_graph(
@@ -168,34 +169,42 @@ def reason_for_exact(rows: int, k: int) -> str | None:
 
 
 def cluster_count(rows: int, k: int) -> int:
-    """2√n: finding the nearest centroids and comparing rows cost about the same; and no fewer rows in one than k."""
+    """2√n: twice as many cost more to find than they save at 200,000 rows; and no fewer rows in one than k."""
     return min(round(2 * np.sqrt(rows)), rows // max(k, 1))
 
 
 def approximate(
     whole: Block, k: int, wanted: float, lanes: Sequence[Products], clusters: int | None = None, seed: int = SEED
 ) -> Approximation:
-    """Find clusters, and the overlap of them that has the recall `wanted`.
+    """Find clusters, and the margin within which they have to be searched for the recall `wanted`.
 
-    An overlap that falls short on the rows measured is raised; not beyond the work of an exact graph.
+    A margin that falls short on the rows measured is raised; not beyond the work of an exact graph.
     """
     count = clusters or cluster_count(len(whole), k)
-    ranked = nearest_clusters(whole, find_centroids(whole.stored, count, seed), lanes)
+    centroids = find_centroids(whole.stored, count, seed)
     shuffled = np.random.default_rng([seed, 1]).permutation(len(whole))
     cut = min(PLANNED_ROWS, len(whole) // 2)
     planned_rows, rows = np.sort(shuffled[:cut]), np.sort(shuffled[cut : cut + MEASURED_ROWS])
-    shares = found_by_overlap(ranked, planned_rows, exact_lists(whole, planned_rows, k, lanes))
-    good = [Recall.of(share).low >= wanted for share in shares]
-    overlap = planned = _affordable(ranked, count, k, good.index(True) + 1 if True in good else len(good))
-    truth = exact_lists(whole, rows, k, lanes)
+    planned_truth, truth = (exact_lists(whole, some, k, lanes) for some in (planned_rows, rows))
+    depth = min(DEPTH, count)
     while True:
-        membership = Membership(ranked[:, :overlap], count, whole.surplus)
-        recall = Recall.of(shares_found(lists_of_rows(whole, membership, rows, k, lanes[0])[1], truth))
-        more = _affordable(ranked, count, k, overlap + 1)
-        if recall.mean >= wanted or more == overlap:
-            nearest = np.ascontiguousarray(ranked[:, :overlap])
-            return Approximation(nearest, count, planned, wanted, recall)
-        overlap = more
+        ranked, gaps = nearest_clusters(whole.stored, centroids, depth, lanes)
+        sizes = np.bincount(ranked[:, 0], minlength=count)
+        columns = _affordable(ranked, sizes)
+        ranked, gaps = ranked[:, :columns], gaps[:, :columns]
+        needed = margins_needed(ranked, gaps, rows, truth)
+        planned = least_margin(
+            margins_needed(ranked, gaps, planned_rows, planned_truth), lambda recall: recall.low >= wanted
+        )
+        margin = max(planned, least_margin(needed, lambda recall: recall.mean >= wanted))
+        if np.isfinite(margin) or columns < depth or depth == count:
+            break
+        depth = min(2 * depth, count)
+    searched = within_margin(ranked, gaps, sizes, k, margin)
+    nearest = np.where(searched, ranked, -1)[:, : int(searched.sum(axis=1).max())]
+    expected = within_margin(ranked, gaps, sizes, k, planned).sum(axis=1).mean()
+    recall = Recall.of(shares_met(nearest, rows, truth))
+    return Approximation(np.ascontiguousarray(nearest), count, round(float(expected), 2), wanted, recall)
 
 
 def find_centroids(xb: Rows, clusters: int, seed: int = SEED) -> np.ndarray:
@@ -217,13 +226,23 @@ def find_centroids(xb: Rows, clusters: int, seed: int = SEED) -> np.ndarray:
     return np.asarray(kmeans.centroids)
 
 
-def nearest_clusters(whole: Block, centroids: np.ndarray, lanes: Sequence[Products]) -> np.ndarray:
-    """The clusters of each row that may be worth visiting, nearest first, (n, m) int32; ties to the lower number."""
-    depth = int(np.clip(np.ceil(np.sqrt(len(centroids) / 2)), 1, min(MOST_OVERLAP, len(centroids))))
-    database = Block.load(centroids, lanes[0])
-    cuts = tiles(len(whole), ASSIGNED_ROWS)
-    found = [best_rows(row_range(whole.stored, *cut)[:], database, depth, lanes)[1] for cut in cuts]
-    return np.concatenate(found)
+def nearest_clusters(
+    x: Rows, centroids: np.ndarray, depth: int, lanes: Sequence[Products]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The clusters of each row of x (n, D), nearest first, (n, depth) int32, and how much less similar each is than the
+    first, (n, depth) float32.
+    """
+    import faiss
+
+    def rank(_: Products, cut: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.ascontiguousarray(row_range(x, *cut)[:], dtype=np.float32)
+        with faiss_threads(1):
+            scores, numbers = faiss.knn(rows, centroids, depth, metric=faiss.METRIC_INNER_PRODUCT)
+        return numbers.astype(np.int32), scores[:, :1] - scores
+
+    with threadpool_limits(1, user_api="blas"):
+        numbers, gaps = zip(*in_lanes(rank, list(tiles(len(x), ASSIGNED_ROWS)), lanes))
+    return np.concatenate(numbers), np.concatenate(gaps)
 
 
 def exact_lists(whole: Block, rows: np.ndarray, k: int, lanes: Sequence[Products]) -> np.ndarray:
@@ -231,15 +250,46 @@ def exact_lists(whole: Block, rows: np.ndarray, k: int, lanes: Sequence[Products
     return best_rows(whole.stored[rows], whole, k, lanes, exclude=rows)[1]
 
 
-def found_by_overlap(ranked: np.ndarray, rows: np.ndarray, truth: np.ndarray) -> list[np.ndarray]:
-    """The share (m,) of its true neighbors (m, k) that each row would have with an overlap of 1, 2, … clusters."""
-    depth, needed = ranked.shape[1], np.full(truth.shape, ranked.shape[1] + 1)
-    for a in range(depth):
-        for b in range(depth):
-            shared = ranked[rows, a][:, None] == ranked[truth, b]
-            needed[shared] = np.minimum(needed[shared], max(a, b) + 1)
-    real = np.maximum((truth >= 0).sum(axis=1), 1)
-    return [((needed <= overlap) & (truth >= 0)).sum(axis=1) / real for overlap in range(1, depth + 1)]
+def margins_needed(ranked: np.ndarray, gaps: np.ndarray, rows: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """The margin (m, k) from which on each row (m,) searches the cluster of each of its true neighbors (m, k).
+
+    inf: of a cluster that is not among those ranked (n, depth), at `gaps` (n, depth); NaN: no neighbor.
+    """
+    needed = np.full(truth.shape, np.inf, dtype=np.float32)
+    for number, gap in zip(ranked[rows].T, gaps[rows].T):
+        needed = np.where(number[:, None] == ranked[truth, 0], gap[:, None], needed)
+    return np.where(truth >= 0, needed, np.nan)
+
+
+def least_margin(needed: np.ndarray, enough: Callable[[Recall], bool]) -> float:
+    """The smallest margin whose recall is enough, or inf, for the margins (m, k) that neighbors need."""
+    choices = np.unique(needed[np.isfinite(needed)])
+    real = np.maximum((~np.isnan(needed)).sum(axis=1), 1)
+    place = bisect_left(choices, True, key=lambda margin: enough(Recall.of((needed <= margin).sum(axis=1) / real)))
+    return float(choices[place]) if place < len(choices) else np.inf
+
+
+def within_margin(ranked: np.ndarray, gaps: np.ndarray, sizes: np.ndarray, k: int, margin: float) -> np.ndarray:
+    """Which of the clusters ranked (n, depth) each row searches, (n, depth) bool: from the nearest on.
+
+    In any case as many as it takes to meet k others: a row with fewer would be searched among all rows.
+    """
+    searched, met = gaps <= margin, np.zeros(len(ranked), dtype=np.int64)
+    for column, numbers in enumerate(ranked.T):
+        searched[:, column] |= met <= k
+        met += sizes[numbers]
+    return searched
+
+
+def shares_met(nearest: np.ndarray, rows: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """The share (m,) of its true neighbors (m, k) that each row has where it searches `nearest` of Approximation.
+
+    A true neighbor is better than what is not among the k best, so it is in the list wherever it is met.
+    """
+    met = np.zeros(truth.shape, dtype=bool)
+    for number in nearest[rows].T:
+        met |= number[:, None] == nearest[truth, 0]
+    return (met & (truth >= 0)).sum(axis=1) / np.maximum((truth >= 0).sum(axis=1), 1)
 
 
 def shares_found(ids: np.ndarray, truth: np.ndarray) -> np.ndarray:
@@ -248,22 +298,10 @@ def shares_found(ids: np.ndarray, truth: np.ndarray) -> np.ndarray:
     return found / np.maximum((truth >= 0).sum(axis=1), 1)
 
 
-def _affordable(ranked: np.ndarray, clusters: int, k: int, overlap: int) -> int:
-    """The overlap nearest to the one wanted that is less work than an exact graph and leaves few rows with short lists.
-
-    The second is only a matter of work too: rows with short lists are searched exactly.
-    """
-    n, depth = ranked.shape
-
-    def sizes(overlap: int) -> np.ndarray:
-        return np.bincount(ranked[:, :overlap].reshape(-1), minlength=clusters).astype(np.float64)
-
-    overlap = min(overlap, depth)
-    while overlap < depth and np.mean(sizes(overlap)[ranked[:, :overlap]].max(axis=1) <= k) > SHORT_SHARE:
-        overlap += 1
-    while overlap > 1 and np.square(sizes(overlap)).sum() > n * n / 2:
-        overlap -= 1
-    return overlap
+def _affordable(ranked: np.ndarray, sizes: np.ndarray) -> int:
+    """How many columns of the clusters ranked (n, depth) can be searched with less work than an exact graph."""
+    work = np.cumsum([float(sizes[column].sum()) for column in ranked.T])
+    return max(int(np.searchsorted(work, len(ranked) ** 2 / 2, side="right")), 1)
 
 
 def lists_of(
@@ -279,21 +317,23 @@ def lists_of(
     """The lists of rows start..stop, as they are stored: D (n, k) float32, I (n, k) int32. Lanes share the rows."""
     most = max(BUFFER_BYTES // (8 * capacity_for(k)), 1)
     shares = max(-(-(stop - start) // len(lanes)), 1)
-    cuts = [(start + lo, start + hi) for lo, hi in tiles(stop - start, min(most, shares))]
+    # Rows of one cluster together: they visit the same clusters, and have the same candidates to be scored.
+    order = np.argsort(membership.nearest[start:stop, 0], kind="stable")
+    scores, ids = np.empty((len(order), k), np.float32), np.empty((len(order), k), np.int32)
 
-    def search(products: Products, cut: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        found = published(*lists_of_rows(whole, membership, np.arange(*cut), k, products, clock))
-        on_rows(cut[1] - cut[0])
-        return found
+    def search(products: Products, cut: tuple[int, int]) -> None:
+        some = order[slice(*cut)]
+        scores[some], ids[some] = published(*lists_of_rows(whole, membership, start + some, k, products, clock))
+        on_rows(len(some))
 
-    scores, ids = zip(*in_lanes(search, cuts, lanes))
-    return np.concatenate(scores), np.concatenate(ids)
+    in_lanes(search, list(tiles(len(order), min(most, shares))), lanes)
+    return scores, ids
 
 
 def lists_of_rows(
     whole: Block, membership: Membership, rows: np.ndarray, k: int, products: Products, clock: Clock | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The exact k best of the rows that share a cluster with each of `rows` (m,), ascending.
+    """The exact k best of the rows in the clusters that each of `rows` (m,) searches.
 
     (m, k) float64 (-inf missing), (m, k) int32 (-1 missing). A row with fewer than k such is searched among all.
     """
@@ -307,12 +347,15 @@ def lists_of_rows(
         with clock("loading"):
             others = products.widen(whole.stored[members])
         for lo, hi in tiles(len(asking), max(products.entries // len(members), 1)):
-            _visit(running, membership, cluster, rows, asking[lo:hi], members, others, products, clock)
+            _visit(running, rows, asking[lo:hi], members, others, products, clock)
+    scores, ids = np.empty((len(rows), k)), np.empty((len(rows), k), dtype=np.int32)
     with clock("scoring"):
-        running.settle(0, len(rows))
+        for lo, hi in tiles(len(rows), SETTLED_ROWS):
+            running.settle(lo, hi)
         running.prepare_scores()
-        clock.count("scored", running.score(0, len(rows)))
-        scores, ids = running.lists(0, len(rows))
+        for lo, hi in tiles(len(rows), SETTLED_ROWS):
+            clock.count("scored", running.score(lo, hi))
+            scores[lo:hi], ids[lo:hi] = running.lists(lo, hi)
     short = np.flatnonzero((ids >= 0).sum(axis=1) < min(k, len(whole) - 1))
     if len(short):
         clock.count("short", len(short))
@@ -323,8 +366,6 @@ def lists_of_rows(
 
 def _visit(
     running: RunningTopK,
-    membership: Membership,
-    cluster: int,
     rows: np.ndarray,
     asking: np.ndarray,
     members: np.ndarray,
@@ -332,7 +373,7 @@ def _visit(
     products: Products,
     clock: Clock,
 ) -> None:
-    """Compare some rows of a cluster, rows[asking], with all of its members, whose vectors are `others`."""
+    """Compare the rows that search a cluster, rows[asking], with its members, whose vectors are `others`."""
     numbers = rows[asking]
     with clock("products"):
         tile = products.multiply(running.rows.held[asking], others)
@@ -345,7 +386,4 @@ def _visit(
         if len(bare) and len(members) > running.k:
             running.lift(asking[bare], products.kth(tile[bare], running.k))
         i, j, scores = products.passing(tile, running.threshold[asking])
-        j = members[j]
-        # What was met before is in the buffer, or was not good enough: twice, it would pass for two of the k best.
-        fresh = membership.first_meeting(cluster, numbers, i, j)
-        running.offer(asking, i[fresh], j[fresh], scores[fresh])
+        running.offer(asking, i, members[j], scores)

@@ -29,7 +29,7 @@ BLOCK_ROWS = 65_536
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 MAX_ROWS = 2**31 - 1
 SAMPLE_PARTS = 16  # from which they are taken: every part that is read is checked as a whole
-CLUSTERS = f"{WORK}clusters"  # of an approximate graph: every process that makes a part of it needs the same
+CLUSTERS = f"{WORK}nearest"  # of an approximate graph: every process that makes a part of it needs the same
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Approximated:
     """What making an approximate graph took, over all workers; `measured` is what its manifest says of it."""
 
     measured: dict[str, Any]
-    planning: float  # seconds for clusters, overlap and recall
+    planning: float  # seconds for clusters, margin and recall
     took: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     counts: Counter[str] = field(default_factory=Counter)

@@ -74,7 +74,7 @@ def test_from_the_graph_to_the_report(small, run, features, tmp_path):
     assert config["recall"] == 0.9
     assert config["measured"]["kept"]
     assert config["measured"]["rows"] == 200
-    assert "0.9 kept: each row in" in facts["promise"]
+    assert "0.9 kept: a row searches" in facts["promise"]
     assert "recall@8" in facts["recall"]
     I, D = NeighborGraph.open(str(graph)).read()
     x = FeatureSet.open(str(rows)).read()
@@ -175,12 +175,12 @@ def test_a_plan_says_what_it_assumes(small, run, features, tmp_path, monkeypatch
     words = [features / "rows", "-k", K, "--to", tmp_path / "graph", "--approximate", "--recall", 0.9, "--json"]
     code, out, err = run(jobs.neighbors.app, *words, "--plan")
     assert code == 0, err
-    assert "each row is assumed to be in 5 of them" in json.loads(out)["stages"][0]["not exact"]
+    assert "a row is assumed to search 14 of them" in json.loads(out)["stages"][0]["not exact"]
     assert not (tmp_path / "graph").exists()
     code, made, err = run(jobs.neighbors.app, *words)
     assert code == 0, err
-    overlap = NeighborGraph.open(str(tmp_path / "graph")).manifest.config["measured"]["overlap"]
-    monkeypatch.setattr(stages, "ASSUMED_OVERLAP", overlap)
+    searched = NeighborGraph.open(str(tmp_path / "graph")).manifest.config["measured"]["searched"]
+    monkeypatch.setattr(stages, "ASSUMED_SEARCHED", searched)
     code, out, _ = run(jobs.neighbors.app, *words, "--plan", "--assume", "nodes=2,gpus=1")
     stage = json.loads(out)["stages"][0]
     clusters = approximate.cluster_count(1500, K)
@@ -202,8 +202,7 @@ def test_few_rows_are_searched_exactly(run, features, tmp_path):
 
 
 def test_a_missed_promise_is_told(small, run, features, tmp_path, monkeypatch):
-    monkeypatch.setattr(approximate, "MOST_OVERLAP", 1)
-    monkeypatch.setattr(approximate, "SHORT_SHARE", 1.0)
+    monkeypatch.setattr(approximate, "_affordable", lambda ranked, sizes: 2)
     code, out, err = run(
         jobs.neighbors.app,
         *(features / "rows", "-k", K, "--to", tmp_path / "graph", "--approximate", "--recall", 0.999, "--json"),

@@ -15,11 +15,14 @@ from lattqe.search.approximate import (
     approximate,
     approximate_graph,
     exact_lists,
-    found_by_overlap,
+    least_margin,
     lists_of,
     lists_of_rows,
+    margins_needed,
     nearest_clusters,
     shares_found,
+    shares_met,
+    within_margin,
 )
 from lattqe.search.products import Block, lanes_on
 from lattqe.search.rows import in_one
@@ -28,14 +31,14 @@ K = 9
 
 
 def slow_lists(xb, nearest, k):
-    """Compare each row with the rows that share a cluster with it; with all rows where these are fewer than k."""
+    """Compare each row with those whose first cluster is one of its own; with all rows where these are fewer than k."""
     ids, scores = slow_graph(xb, k)
     all_scores = slow_scores(xb, xb)
     for row, mine in enumerate(nearest):
-        sharing = [other for other, theirs in enumerate(nearest) if other != row and set(mine) & set(theirs)]
-        if len(sharing) < min(k, len(xb) - 1):
+        met = [other for other, theirs in enumerate(nearest) if other != row and theirs[0] in mine]
+        if len(met) < min(k, len(xb) - 1):
             continue
-        best = sorted(sharing, key=lambda other: (-all_scores[row, other], other))[:k]
+        best = sorted(met, key=lambda other: (-all_scores[row, other], other))[:k]
         ids[row], scores[row] = best, all_scores[row, best]
     return ids, scores
 
@@ -62,13 +65,13 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_lists_are_the_best_of_the_rows_in_the_same_clusters(kind, dtype):
+def test_lists_are_the_best_of_the_rows_in_the_clusters_searched(kind, dtype):
     rng = np.random.default_rng(1)
     xb, centroids = data(kind, rng, 120, 16, dtype), unit(rng, 12, 16)
     nearest = np.argsort(-slow_scores(xb, centroids), axis=1, kind="stable").astype(np.int32)
-    for overlap in (1, 3, 12):
-        expected = slow_lists(xb, nearest[:, :overlap], K)
-        for found, wanted in zip(fast_lists(xb, nearest[:, :overlap], 12), expected):
+    uneven = np.where(np.arange(5) <= rng.integers(0, 5, (120, 1)), nearest[:, :5], -1)
+    for searched in (nearest[:, :1], nearest[:, :3], uneven):
+        for found, wanted in zip(fast_lists(xb, searched, 12), slow_lists(xb, searched, K)):
             np.testing.assert_array_equal(found, wanted)
     for found, wanted in zip(fast_lists(xb, nearest, 12), knn_graph(xb, K)):
         np.testing.assert_array_equal(found, wanted, "with all clusters for each row the graph is the exact one")
@@ -77,26 +80,31 @@ def test_lists_are_the_best_of_the_rows_in_the_same_clusters(kind, dtype):
 def test_nearest_clusters_are_those_of_brute_force():
     rng = np.random.default_rng(2)
     xb, centroids = unit(rng, 300, 8), unit(rng, 20, 8)
-    centroids[7] = centroids[3]
     with lanes_on() as lanes:
-        found = nearest_clusters(Block.load(xb, lanes[0]), centroids, lanes)
-    np.testing.assert_array_equal(found, slow_topk(xb, centroids, found.shape[1])[1])
+        found, gaps = nearest_clusters(xb, centroids, 6, lanes)
+    scores, numbers = slow_topk(xb, centroids, 6)
+    np.testing.assert_array_equal(found, numbers)
+    np.testing.assert_allclose(gaps, scores[:, :1] - scores, atol=1e-6)
 
 
-def test_a_neighbor_is_found_where_it_shares_a_cluster():
-    """What is predicted of each overlap from exact lists is what the lists made with it have."""
+def test_a_neighbor_is_found_where_its_cluster_is_searched():
+    """What is predicted of a margin from exact lists is what the lists made with it have."""
     xb = towns(np.random.default_rng(3), 1200)
     rows = np.arange(0, 1200, 7)
     with lanes_on() as lanes:
         whole = Block.load(xb, lanes[0], K)
-        ranked = nearest_clusters(whole, module.find_centroids(xb, 40), lanes)
-        truth = exact_lists(whole, rows, K, lanes)
-        predicted = found_by_overlap(ranked, rows, truth)
-        for overlap, shares in enumerate(predicted, 1):
-            found = lists_of_rows(whole, Membership(ranked[:, :overlap], 40, whole.surplus), rows, K, lanes[0])[1]
-            shared = (ranked[rows, None, :overlap, None] == ranked[None, :, None, :overlap]).any(axis=(2, 3))
-            enough = shared.sum(axis=1) > K  # others are searched among all rows
-            np.testing.assert_array_equal(shares_found(found, truth), np.where(enough, shares, 1))
+        ranked, gaps = nearest_clusters(xb, module.find_centroids(xb, 40), 10, lanes)
+        sizes, truth = np.bincount(ranked[:, 0], minlength=40), exact_lists(whole, rows, K, lanes)
+        needed = margins_needed(ranked, gaps, rows, truth)
+        for wanted in (0.5, 0.8, 0.9):
+            margin = least_margin(needed, lambda recall, wanted=wanted: recall.mean >= wanted)
+            assert (needed <= margin).mean() >= wanted > (needed < margin).mean(), "the smallest that is enough"
+            nearest = np.where(within_margin(ranked, gaps, sizes, K, margin), ranked, -1)
+            found = lists_of_rows(whole, Membership(nearest, 40, whole.surplus), rows, K, lanes[0])[1]
+            shares = shares_met(nearest, rows, truth)
+            np.testing.assert_array_equal(shares_found(found, truth), shares)
+            assert shares.mean() >= (needed <= margin).mean()
+        assert np.isinf(least_margin(needed, lambda recall: False))
     np.testing.assert_array_equal(truth, slow_topk(xb[rows], xb, K, exclude=rows)[1])
 
 
@@ -107,7 +115,7 @@ def test_recall_is_that_of_the_graph(small):
     assert how.kept
     assert how.recall.rows == 200
     assert how.recall.low <= true <= how.recall.high
-    assert how.facts()["overlap"] == how.overlap < how.clusters
+    assert how.facts()["searched"] == how.searched < how.clusters
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -125,25 +133,42 @@ def test_the_same_for_any_threads_and_pieces(small, threads):
     assert found[2].facts() == expected[2].facts()
 
 
-def test_an_overlap_that_falls_short_is_raised(small, monkeypatch):
+def test_a_row_searches_until_it_has_met_k_others():
+    """Clusters of 5, 3, 9 and 1 rows, the first always nearest: by margin 0 alone most rows would meet too few."""
+    ranked, gaps = np.array([[0, 1, 2, 3], [2, 3, 0, 1]]), np.arange(8, dtype=np.float32).reshape(2, 4) % 4
+    sizes = np.array([5, 3, 9, 1])
+    for k, margin, expected in ((4, 0, [1, 1]), (5, 0, [2, 1]), (8, 0, [3, 1]), (9, 0, [3, 2]), (4, 2, [3, 3])):
+        searched = within_margin(ranked, gaps, sizes, k, margin)
+        np.testing.assert_array_equal(searched, np.arange(4) < np.array(expected)[:, None])
+
+
+def test_a_margin_that_falls_short_is_raised(small, monkeypatch):
     """A plan that is too hopeful: what was measured decides."""
-    monkeypatch.setattr(module, "found_by_overlap", lambda ranked, rows, truth: [np.ones(len(rows))])
-    monkeypatch.setattr(module, "SHORT_SHARE", 1.0)
-    how = approximate_graph(towns(np.random.default_rng(6), 1500), K, 0.98)[2]
-    assert how.planned < how.overlap
+    real, calls = module.least_margin, []
+    monkeypatch.setattr(module, "least_margin", lambda *given: real(*given) if calls else calls.append(1) or 0.0)
+    how = approximate_graph(towns(np.random.default_rng(6), 1500), K, 0.9)[2]
+    assert how.planned < how.searched
     assert how.kept
-    assert how.facts()["overlap_planned"] == how.planned
+    assert how.facts()["searched_planned"] == how.planned
+
+
+def test_more_clusters_are_ranked_where_the_recall_needs_them(small, monkeypatch):
+    """The number of clusters ranked at first bounds the work, not the recall."""
+    monkeypatch.setattr(module, "DEPTH", 2)
+    how = approximate_graph(towns(np.random.default_rng(6), 1500), K, 0.95)[2]
+    assert how.kept
+    assert how.nearest.shape[1] > 2
 
 
 def test_a_promise_that_cannot_be_kept_is_told(small):
-    """Rows without any structure: the overlap ends where an exact graph is less work."""
+    """Rows without any structure: the margin ends where an exact graph is less work."""
     xb = unit(np.random.default_rng(7), 1500, 64)
     _, _, how = approximate_graph(xb, K, 0.999)
     assert not how.kept
     assert how.facts()["kept"] is False
     assert how.recall.mean < 0.999
-    sizes = np.bincount(how.nearest.reshape(-1), minlength=how.clusters)
-    assert np.square(sizes).sum() <= len(xb) ** 2 / 2
+    sizes = np.bincount(how.nearest[:, 0], minlength=how.clusters)
+    assert sizes[how.nearest[how.nearest >= 0]].sum() <= len(xb) ** 2 / 2
 
 
 def test_interval_of_a_recall():
