@@ -103,8 +103,9 @@ def test_from_the_graph_to_the_report(small, run, features, tmp_path):
         (export_app, graph, "--to", tmp_path / "graph.npz"),
         *((info_app, one) for one in (graph, index, ranks, tmp_path / "grown" / "neighbors")),
     ]:
-        code, _, err = run(job, *arguments)
-        assert (code, told in err) == (0, True), (arguments, err)
+        code, out, err = run(job, *arguments)
+        said = f"{' '.join(out.split())} {err}"  # info tells it in its answer
+        assert (code, told in said) == (0, True), (arguments, said)
     for one in (graph, index, tmp_path / "grown"):
         code, _, err = run(verify_app, one)
         assert code == 0, err
