@@ -29,6 +29,9 @@ BLOCK_ROWS = 65_536
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 MAX_ROWS = 2**31 - 1
 SAMPLE_PARTS = 16  # from which they are taken: every part that is read is checked as a whole
+# Which clusters a row searches. Graphs of earlier versions do not say: their rows were in several clusters instead, and
+# parts of both must not come together in one graph.
+SEARCHES = "clusters within a margin"
 CLUSTERS = f"{WORK}nearest"  # of an approximate graph: every process that makes a part of it needs the same
 
 
@@ -175,7 +178,7 @@ def begin_graph(task: GraphTask) -> Pending:
         fields,
         part_row_counts(rows, row_bytes("neighbors", fields)),
         config={"job": "neighbors", "k": task.k}
-        | ({} if task.recall is None else {"exact": False, "recall": task.recall, "seed": SEED}),
+        | ({} if task.recall is None else {"exact": False, "recall": task.recall, "seed": SEED, "searches": SEARCHES}),
         inputs=inputs,
     )
 

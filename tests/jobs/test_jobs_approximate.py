@@ -172,6 +172,17 @@ def test_killed_when_clusters_are_there_and_continued(tmp_path):
     assert manifests[0].config == manifests[1].config
 
 
+def test_a_run_begun_by_a_version_that_clustered_otherwise_is_not_continued(
+    small, run, features, tmp_path, monkeypatch
+):
+    words = [features / "rows", "-k", K, "--to", tmp_path / "graph", "--approximate", "--recall", 0.9]
+    with monkeypatch.context() as earlier:
+        earlier.setattr(stored, "SEARCHES", "rows in several clusters")
+        begin_graph(GraphTask(str(features / "rows"), str(tmp_path / "graph"), K, recall=0.9))
+    code, _, err = run(jobs.neighbors.app, *words)
+    assert (code, "config.searches" in err) == (2, True), err
+
+
 def test_a_plan_says_what_it_assumes(small, run, features, tmp_path, monkeypatch):
     words = [features / "rows", "-k", K, "--to", tmp_path / "graph", "--approximate", "--recall", 0.9, "--json"]
     code, out, err = run(jobs.neighbors.app, *words, "--plan")
