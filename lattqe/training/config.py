@@ -57,6 +57,7 @@ class TrainingConfig:
     altered: float = 1.0  # densities: times the usual shares of worlds whose space is altered
     clusters: float = 0.0  # densities: share of worlds of Gaussian clusters
     ordinary: float = 0.0  # densities: share of the updates, the first ones, that meet neither of these two
+    adapted: float = 0.0  # densities: share of worlds whose space is adapted to them, as that of an augmented index is
     hop_every: int = 0  # densities: of so many batches one is a world augmented through hops; 0: none
     hop_world_rows: int = 4_000  # its rows at most: as long lists as in use
     hop_rows: int = 700  # of them at most so many, those around the queries, are augmented
@@ -193,7 +194,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "use a number above 0",
     ),
     ("drop_max ema synthetic clusters ordinary", lambda value: 0 <= value < 1, "use a share from 0 to below 1"),
-    ("altered", lambda value: 0 <= value <= 1, "use a number from 0 to 1"),
+    ("altered adapted", lambda value: 0 <= value <= 1, "use a number from 0 to 1"),
     ("world_classes world_images", lambda value: 0 < value <= 1, "use a share above 0"),
     (
         "validate_k choose_qe choose_dba choose_hops widths",

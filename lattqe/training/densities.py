@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lattqe import adaptation
 from lattqe.training.config import TrainingConfig
 from lattqe.training.plan import TrainingData
 from lattqe.training.sampling import Batch, Members, Stream, draw_k, generator
@@ -32,6 +33,7 @@ NOISY, ROUNDED, BENT, RECTIFIED = 0.04, 0.03, 0.04, 0.08  # shares of those alte
 UNITS = (64, 512)  # columns, at least and at most, of worlds that are never negative
 CLUSTER_WIDTHS, CLUSTER_ROWS = (16, 32, 64, 128, 256, 512), 4_000
 SYNTHETIC_WIDTHS = (64, 128, 256, 512)
+ADAPTED_SAMPLE = 1_000  # rows of a world that its adaptation is learned from: a sample takes a tenth of the time
 
 
 class Pool(NamedTuple):
@@ -117,7 +119,7 @@ class DensitySampler:
         present, labels = np.unique(inverse[kept], return_inverse=True)
         often = 0.0 if ordinary else self.config.altered
         vectors = _altered(rng, pool.vectors[order[kept]].astype(np.float32), pool.spread, often)
-        return World(vectors, labels, asked[present])
+        return World(_adapted(rng, vectors, self.config.adapted), labels, asked[present])
 
     def batch(self, step: int, part: slice) -> Batch:
         """The queries `part` of this step; every worker draws and searches for all, so that all agree on near ties."""
@@ -309,6 +311,18 @@ def _altered(
         mean = rng.standard_normal((1, x.shape[1]), dtype=np.float32)
         x = unit_rows(x + np.exp(rng.uniform(np.log(0.2), np.log(3))) * unit_rows(mean))
     return x
+
+
+def _adapted(rng: np.random.Generator, x: NDArray[np.float32], often: float) -> NDArray[np.float32]:
+    """Unit vectors (m, D) adapted to themselves in that share of the worlds, as those of an augmented index are."""
+    if rng.random() >= often or len(x) <= adaptation.NEAR:
+        return x
+    rows = np.sort(rng.permutation(len(x))[:ADAPTED_SAMPLE])
+    vectors = torch.from_numpy(x)
+    scores = vectors[rows] @ vectors.T
+    scores[torch.arange(len(rows)), rows] = -2  # below every cosine
+    near = scores.topk(adaptation.NEAR).indices.numpy()
+    return adaptation.learn(x[rows], x[near], len(x)).apply(x)
 
 
 def unit_rows(x: NDArray[np.floating]) -> NDArray[np.float32]:

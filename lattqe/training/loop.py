@@ -219,7 +219,9 @@ class Training:
         alone = validation.validate(network, self.sets, qe, self.team)
         hops = self.config.choose_hops
         self._tell(self.total, f"choosing nDBA among {len(dba)} and hops among {len(hops)} with nQE among {len(qe)}")
-        with_dba = validation.validate_dba(network, self.to_augment, dba, qe, self.team, hops)
+        with_dba = validation.validate_dba(
+            network, self.to_augment, dba, qe, self.team, hops, adapt=self.config.adapted > 0
+        )
         n_qe = max(alone, key=lambda k: alone[k]["mean"])
         _, n_dba, n_hops, n_qe_dba = max(
             (with_dba[validation.setting_name(m, h)][str(k)], m, h, k) for m in dba for h in hops for k in qe
@@ -227,6 +229,8 @@ class Training:
         chosen = {"nqe": int(n_qe), "ndba": int(n_dba), "nqe_with_dba": int(n_qe_dba)}
         if hops != (1,):
             chosen["hops"] = n_hops
+        if self.config.adapted:
+            chosen["adapt"] = True
         return {
             **chosen,
             "chosen": chosen,

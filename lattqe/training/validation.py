@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lattqe.adaptation import adapt_to
 from lattqe.errors import LattqeError
 from lattqe.evaluation import LabelTruth, evaluate
 from lattqe.evaluation.truth import keep_of_each
@@ -171,6 +172,12 @@ def _together(shape: tuple[int, ...], mine: slice, vectors: NDArray[np.float32],
     return team.total(result).numpy()
 
 
+def adapted(one: ValidationSet) -> ValidationSet:
+    """A set in the space that `lattqe augment` gives its database."""
+    space = adapt_to(one.index)
+    return dataclasses.replace(one, xb=space.apply(one.xb), xq=space.apply(one.xq))
+
+
 def validate(
     network: LAttQE, sets: list[ValidationSet], ks: tuple[int, ...], team: Team
 ) -> dict[str, dict[str, float]]:
@@ -193,15 +200,17 @@ def validate_dba(
     n_qe: tuple[int, ...],
     team: Team,
     hops: tuple[int, ...] = (1,),
+    adapt: bool = False,
 ) -> dict[str, dict[str, float]]:
     """Mean mAP over the sets with augmented databases, queries expanded from them: {"nDBA": {"nQE": mAP}}.
 
-    nQE 0 searches the augmented database with the query as it is. Of more than one hop: {"nDBA × hops": …}.
+    nQE 0 searches the augmented database with the query as it is. Of more than one hop: {"nDBA × hops": …}. adapt:
+    the space of each set is adapted to its database before.
     """
     total = {setting_name(m, h): dict.fromkeys(map(str, (0, *n_qe)), 0.0) for m in n_dba for h in hops}
     method = AttentionExpansion(network, device=str(team.device))
     for_rows = AttentionExpansion(network, dba=True, device=str(team.device))
-    for one in sets:
+    for one in map(adapted, sets) if adapt else sets:
         graph = knn_graph(one.xb, min(for_rows.depth(max(n_dba)), max(len(one.xb) - 1, 1)))[::-1]
         for m in n_dba:
             done = augment(for_rows, one.index, graph, m, team)
