@@ -34,8 +34,9 @@ from lattqe.cost.work import Stored
 from lattqe.errors import LattqeError
 from lattqe.expansion import Method
 from lattqe.search.exact import merge, published
-from lattqe.store import Edges, FeatureSet, NeighborGraph, Pending
+from lattqe.store import Edges, FeatureSet, Manifest, NeighborGraph, Pending
 from lattqe.store.parts import RESIDENT_BYTES
+from lattqe.whitening import WhitenWorker, begin_whitened
 
 SHARD_SHARE = 0.5  # of a node's memory that shards may take: the workers are there too
 PATIENCE = 300.0  # seconds for a shard that died to be built again elsewhere
@@ -308,6 +309,30 @@ def build_index(
     summary.took, summary.retries = ran.seconds, ran.retries
     summary.workers_lost, summary.spare_copies = ran.actors_lost, ran.spare_copies
     return summary
+
+
+def whiten_features(
+    features: FeatureSet,
+    whitening: str,
+    to: str,
+    on_rows: Callable[[int], None],
+    *,
+    workers: int | None,
+    cache: str | None,
+) -> Manifest:
+    """As `lattqe.whitening.whiten_features` does in this process, with the same bytes."""
+    pending = begin_whitened(features, whitening, to)
+    check_parts(pending)
+    actors = ray.remote(num_cpus=1)(WhitenWorker).options(scheduling_strategy="SPREAD")
+    on_rows(sum(pending.part_rows) - sum(pending.part_rows[part] for part in pending.missing()))
+    run_blocks(
+        lambda _: actors.remote(features.uri, whitening, to, cache),
+        workers or hop_workers(),
+        pending.missing(),
+        on_done=lambda part, result: on_rows(pending.part_rows[part]),
+        work=Tally("adapt", lambda part: pending.part_rows[part], traffic=itemgetter("traffic")),
+    )
+    return pending.finish()
 
 
 def worker_resources() -> dict[str, float]:

@@ -19,7 +19,8 @@ from cluster import ROWS_HERE, runs_here
 from cluster import augmentation as on_ray
 from cluster.graph import build_graph, prepare_graph
 from cluster.shards import ShardedIndex
-from lattqe.augmentation import Augmentation, begin_index, build_index
+from lattqe.adaptation import Adaptation
+from lattqe.augmentation import ADAPTATION, ADAPTED, Augmentation, adapt, adaptation_of, begin_index, build_index
 from lattqe.benchmark.cells import Cell, Inputs, Measured, finished_graphs, measure, method_of
 from lattqe.benchmark.choosing import missing_cells
 from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting, graph_method
@@ -36,6 +37,7 @@ from lattqe.search.stored import GraphTask, begin_graph, check_sets, publish_gra
 from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, open_place, read_manifest
 from lattqe.store.manifest import canonical_json
 from lattqe.store.writer import check_same_vectors, stack_features
+from lattqe.whitening import whiten_features
 
 
 class Bench:
@@ -159,12 +161,13 @@ class Bench:
             self.place.write(f"{self.key(cell)}.json", measured.to_bytes(cell))
             on_done(cell)
 
-        with self._index(group[0]) as index:
+        with self._index(group[0]) as (index, space):
             xq = np.asarray(opened.queries.read(), dtype=np.float32)
+            xq = xq if space is None else space.apply(xq)
             measure(index, xq, opened.truth, list(by_pipeline), publish, opened.exclude)
 
-    def _index(self, cell: Cell) -> AbstractContextManager[Index]:
-        """The index that a cell's queries search."""
+    def _index(self, cell: Cell) -> AbstractContextManager[tuple[Index, Adaptation | None]]:
+        """The index that a cell's queries search, and what they go through before."""
         database = self.inputs[cell.dataset].database
         distractors = self.distractors[cell.dataset, cell.distractors] if cell.distractors is not None else None
         if cell.dba is None:
@@ -211,35 +214,56 @@ class Indexes:
         self.costs = open_place(f"{folder}/costs")
 
     @contextmanager
-    def original(self, database: FeatureSet, distractors: FeatureSet | None) -> Iterator[Index]:
+    def original(
+        self, database: FeatureSet, distractors: FeatureSet | None
+    ) -> Iterator[tuple[Index, Adaptation | None]]:
         """The rows as they are."""
         with self._open([each.uri for each in (database, distractors) if each is not None]) as index:
-            yield index
+            yield index, None
 
     @contextmanager
     def augmented(
         self, key: str, database: FeatureSet, distractors: FeatureSet | None, dba: Setting, graph_k: int
-    ) -> Iterator[Index]:
-        """The rows expanded from their neighbors; `key` names the result, `graph_k` is how long the graph is to be."""
+    ) -> Iterator[tuple[Index, Adaptation | None]]:
+        """The rows expanded from their neighbors; `key` names the result, `graph_k` is how long the graph is to be.
+
+        With them, what queries must go through before they search.
+        """
         if dba.method in GRAPH_METHODS:
-            yield self._propagated(key, [each for each in (database, distractors) if each is not None], dba)
+            yield self._propagated(key, [each for each in (database, distractors) if each is not None], dba), None
             return
         features = database
         if distractors is not None:
             joined = f"{self.folder}/joined/{database.digest[:16]}-{distractors.digest[:16]}"
             features = stack_features([database, distractors], joined)
         started = time.perf_counter()
-        # a list needs an entry, though a single row has no neighbor
-        graph = self._graph(database, distractors, features, max(min(graph_k, features.rows - 1), 1))
+        k = max(min(graph_k, features.rows - 1), 1)  # a list needs an entry, though a single row has no neighbor
+        to = f"{self.folder}/indexes/{key}-{k}"
+        if dict(dba.params).get("adapt"):
+            features = self._adapted(features, to)
+            graph = self._graph(features, None, features, k)
+        else:
+            graph = self._graph(database, distractors, features, k)
         found = time.perf_counter()
-        to = f"{self.folder}/indexes/{key}-{graph.k}"
         self._augment(features, graph, dba, to)
         if not self.costs.exists(f"{key}.json"):
             seconds = {"graph": found - started, "augment": time.perf_counter() - found}
             self.costs.write(f"{key}.json", canonical_json(seconds))
         with self._open([to]) as index:
-            yield index
+            yield index, adaptation_of(FeatureSet.open(to))
         open_place(to).delete_tree()
+
+    def _adapted(self, features: FeatureSet, to: str) -> FeatureSet:
+        """The rows adapted to their collection, as `lattqe augment` adapts those of an index."""
+        self.tell(f"{features.rows:,} rows are adapted to their collection")
+        whitening, adapted = f"{to}/{ADAPTATION}", f"{to}/{ADAPTED}"
+        with self._open([features.uri]) as index:
+            adapt(features, index, to)
+        if self._here(features.rows):
+            whiten_features(features, whitening, adapted)
+        else:
+            on_ray.whiten_features(features, whitening, adapted, lambda rows: None, workers=self.workers, cache=None)
+        return FeatureSet.open(adapted)
 
     def _propagated(self, key: str, sets: list[FeatureSet], dba: Setting) -> Index:
         """The rows after a method that needs the whole graph at once, in this process."""
@@ -311,9 +335,11 @@ class Indexes:
     def _augment(self, features: FeatureSet, graph: NeighborGraph, dba: Setting, to: str) -> None:
         """Expand all rows of a set, in this process or on Ray."""
         params = dict(dba.params) | METHODS[dba.method].row_params
-        hops, alpha = params.pop("hops", 1), params.pop("hop_alpha", None)
+        hops, alpha, adapted = params.pop("hops", 1), params.pop("hop_alpha", None), params.pop("adapt", False)
         alpha = method_of(dba, dba=True).hop_alpha if alpha is None else alpha
-        task = Augmentation(features.uri, graph.uri, to, dba.method, dba.k, params, hops=hops, hop_alpha=alpha)
+        task = Augmentation(
+            features.uri, graph.uri, to, dba.method, dba.k, params, hops=hops, hop_alpha=alpha, adapt=adapted
+        )
         for stage in task.stages():
             self._build(stage, features.rows)
 
@@ -348,10 +374,11 @@ def plan_cells(bench: Bench, where: Where) -> list[Work]:
             continue
         joined = plans.Rows.sized(rows, asked.dim, asked.dtype)
         weighs = weighing_of(method_of(dba, dba=True), dba.k, asked.dim, rows)
-        found = plans.augment(joined, weighs, dict(dba.params).get("hops", 1), here)
+        adapted = bool(dict(dba.params).get("adapt"))
+        found = plans.augment(joined, weighs, dict(dba.params).get("hops", 1), here, adapt=adapted)
         there = tuple(each.digest for each in sets) in bench.indexes.known or (dataset, distractors) in known
-        made += found[1:] if there else found  # all methods share one graph
-        known.add((dataset, distractors))
+        made += found[1:] if there and not adapted else found  # all methods share one graph, but for adapted rows
+        known |= set() if adapted else {(dataset, distractors)}
     names = list(dict.fromkeys(work.stage for work in made))
     works = [summed(name, [work for work in made if work.stage == name]) for name in names]
     return [*works, summed("cells", searches, cells=f"{len(cells):,} now; what they measure chooses more")]

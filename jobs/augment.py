@@ -3,6 +3,7 @@ leave such an index, where only rows whose neighborhoods changed are augmented a
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,6 +45,14 @@ HopAlpha = Annotated[
         help="Share of a hop that comes from the neighbors, between 0 and 1; default: what the model learned, or 0.9."
     ),
 ]
+Adapt = Annotated[
+    bool | None,
+    typer.Option(
+        "--adapt/--no-adapt",
+        help="Adapt the space to the collection first, without labels; queries follow when they search the index. "
+        "Default: what the model was trained for; off with --neighbors.",
+    ),
+]
 Graph = Annotated[
     str | None, typer.Option(help="The features' neighbor graph; default: computed and kept in TO/neighbors.")
 ]
@@ -65,6 +74,7 @@ def main(
     k: Neighbors = None,
     hops: Hops = None,
     hop_alpha: HopAlpha = None,
+    adapt: Adapt = None,
     neighbors: Graph = None,
     workers: Workers = None,
     address: Address = None,
@@ -94,14 +104,15 @@ def main(
     theta.check_width(original.dim, f"features in {features}")
     k = check_k(k or theta.suggested_k(dba=True), original.rows)
     hops, hop_alpha = chosen_hops(theta, hops, hop_alpha)
+    adapt = chosen_adapting(theta, adapt, neighbors)
     given = given_graph(neighbors, original, theta.depth(k)) if neighbors is not None else None
     if (where := setting(plan, assume, original.rows, workers, address, cache)) is not None:
         shards = None if reach == "auto" else reach == "shards"
-        works = plans.augment_by(original, theta, k, hops, where, graph=given, shards=shards)
+        works = plans.augment_by(original, theta, k, hops, where, graph=given, shards=shards, adapt=adapt)
         tell(works, where, not original.place.is_local, json)
         return
     graph = given.uri if given is not None else f"{to.rstrip('/')}/{GRAPH}"
-    task = Augmentation(original.uri, graph, to, method, k, params, cache, hops=hops, hop_alpha=hop_alpha)
+    task = Augmentation(original.uri, graph, to, method, k, params, cache, hops=hops, hop_alpha=hop_alpha, adapt=adapt)
     made = made_index(task, original, theta, given is not None, workers, address, reach)
     if faiss is not None:
         export_features(FeatureSet.open(to), faiss, factory)
@@ -124,8 +135,8 @@ def made_index(
     from lattqe.store.pending import refuse_unlike
 
     place, rows = open_place(task.to), original.rows
-    config = describe(task.method, task.k, task.params, task.hops, task.hop_alpha)
-    inputs = {"features": original.as_input()}
+    config = describe(task.method, task.k, task.params, task.hops, task.hop_alpha, adapt=task.adapt)
+    inputs = {} if task.adapt else {"features": original.as_input()}  # adapted rows are not there yet
     refuse_unlike(place, {"kind": "features", "config": config, "inputs": inputs})  # before anything is put there
     if task.k >= rows:
         note = f"note: {rows:,} rows have only {rows - 1:,} neighbors each: all of them are used, not {task.k}"
@@ -135,6 +146,9 @@ def made_index(
     with nullcontext() if here else on_ray(address):
         if done is None:
             checked_device(method, here)  # before a graph is computed for nothing
+        if task.adapt:
+            original = adapted_rows(original, task.to, workers, task.cache, here)
+            task = replace(task, features=original.uri)
         if not given_graph:
             compute_graph(original, task.graph, method.depth(task.k), workers, task.cache, here)
         made = augment_here(task, done) if here else augment(task, workers, reach)
@@ -153,6 +167,41 @@ def chosen_hops(method: "Method", hops: int | None, alpha: float | None) -> tupl
     alpha = method.hop_alpha if alpha is None else alpha
     check_hops(hops, alpha)
     return hops, alpha
+
+
+def chosen_adapting(method: "Method", adapt: bool | None, neighbors: str | None) -> bool:
+    """Whether rows are adapted: as was requested, or as the method wants where no graph of other rows is given."""
+    if adapt and neighbors is not None:
+        raise LattqeError("--adapt needs the graph of the adapted rows, which it makes itself: leave --neighbors out")
+    return (method.adapts and neighbors is None) if adapt is None else adapt
+
+
+def adapted_rows(original: "FeatureSet", to: str, workers: int | None, cache: str | None, here: bool) -> "FeatureSet":
+    """The rows adapted to their collection, made in this process or on Ray, or found where an earlier run made them."""
+    from lattqe.adaptation import sample_rows
+    from lattqe.augmentation import ADAPTATION, ADAPTED, adapt
+    from lattqe.device import gpu_or_none
+    from lattqe.search.index import StoredIndex
+    from lattqe.store import FeatureSet
+
+    base = to.rstrip("/")
+    whitening, adapted = f"{base}/{ADAPTATION}", f"{base}/{ADAPTED}"
+    looked_at = f"{len(sample_rows(original.rows, original.dim)):,} of {original.rows:,} rows"
+    show_table("adaptation", {"learned from": f"the nearest neighbors of {looked_at}, without labels", "to": adapted})
+    with progress_bar("adapt", original.rows) as bar:
+        if here:
+            from lattqe.whitening import whiten_features
+
+            adapt(original, StoredIndex([original], gpu_or_none()), to)
+            whiten_features(original, whitening, adapted, on_part=lambda rows, total: bar.advance(rows))
+        else:
+            from cluster.augmentation import whiten_features as whiten_on_ray
+            from cluster.shards import ShardedIndex
+
+            with ShardedIndex(original.uri, workers, cache=cache) as index:
+                adapt(original, index, to)
+            whiten_on_ray(original, whitening, adapted, bar.advance, workers=workers, cache=cache)
+    return FeatureSet.open(adapted)
 
 
 def check_reach(wanted: str) -> None:
@@ -219,7 +268,7 @@ def append(
     """
     from cluster import runs_here
     from lattqe.augmentation import ORIGINALS, Recipe
-    from lattqe.augmentation.growth import plan_growth
+    from lattqe.augmentation.growth import adapted_newcomers, plan_growth
     from lattqe.device import resident_bytes
     from lattqe.store import FeatureSet
     from lattqe.store.writer import check_joinable, join_features, kept_rows
@@ -247,6 +296,8 @@ def append(
         return
     process = resident_bytes()
     kept = kept_rows(recipe.features, leaving)
+    if recipe.adapt:
+        newcomers = adapted_newcomers(old_index, newcomers, to)
     joined = join_features(recipe.features, kept, newcomers, f"{to.rstrip('/')}/{ORIGINALS}")
     if reach == "auto" and runs_here(joined.rows, workers, address):
         task, _, cost = plan_growth(old_index, recipe, joined, kept, to, cache)

@@ -18,6 +18,7 @@ from lattqe.errors import LattqeError
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from lattqe.adaptation import Adaptation
     from lattqe.cost import Work
     from lattqe.cost.plans import Setting
     from lattqe.expansion.base import Method
@@ -60,6 +61,7 @@ def main(
 
     Example: lattqe search index queries -k 100 --expand lattqe --model model --to ranks
     """
+    from lattqe.augmentation import ADAPTATION, adaptation_for
     from lattqe.search.rows import check_k
     from lattqe.store import FeatureSet
 
@@ -82,12 +84,19 @@ def main(
         note = f"note: nQE = {expansion.k:,} is more than the {rows:,} rows: all of them are weighed"
         screen.print(note, markup=False, soft_wrap=True)
     note_approximate(*sources)
+    space = adaptation_for(sources[0], asked)
+    for other in sources[1:]:
+        if adaptation_for(sources[0], other) is not None:
+            raise LattqeError(
+                f"{database} is adapted to its collection, {other.uri} is not: adapt it first, with `lattqe whiten "
+                f"apply {other.uri} --whitening {database.rstrip('/')}/{ADAPTATION} --to …`"
+            )
     pending = begin_ranks(to, k, sources, asked, expansion)
     facts: dict[str, Any] = {"ranks": to, "queries": asked.rows, "k": k}
     if pending.missing():
         with open_index(sources, workers, address, cache) as (index, placed):
-            show_plan(index, placed, asked, k, expansion, pending)
-            facts |= answer(index, asked, k, expansion, pending)
+            show_plan(index, placed, asked, k, expansion, pending, space is not None)
+            facts |= answer(index, asked, k, expansion, pending, space)
     facts["digest"] = pending.finish().digest
     if json:
         print_json(facts)
@@ -191,7 +200,13 @@ def begin_ranks(
 
 
 def show_plan(
-    index: "Index", where: dict[str, str], asked: "FeatureSet", k: int, expansion: Expansion | None, pending: "Pending"
+    index: "Index",
+    where: dict[str, str],
+    asked: "FeatureSet",
+    k: int,
+    expansion: Expansion | None,
+    pending: "Pending",
+    adapted: bool,
 ) -> None:
     """Print what is going to happen."""
     rounds = 1 if expansion is None else 2
@@ -202,6 +217,7 @@ def show_plan(
             "database": f"{index.rows:,} × {index.dim}",
             **where,
             "queries": f"{asked.rows:,}, k = {k}, {parts - missing} of {parts} parts done",
+            **({"space": "adapted to the collection: queries are adapted as its rows were"} if adapted else {}),
             "expansion": "none"
             if expansion is None
             else f"{expansion.method.name} from {expansion.k} neighbors ({expansion.chosen})",
@@ -211,9 +227,14 @@ def show_plan(
 
 
 def answer(
-    index: "Index", asked: "FeatureSet", k: int, expansion: Expansion | None, pending: "Pending"
+    index: "Index",
+    asked: "FeatureSet",
+    k: int,
+    expansion: Expansion | None,
+    pending: "Pending",
+    space: "Adaptation | None" = None,
 ) -> dict[str, Any]:
-    """Search the missing parts and publish each; return the seconds it took."""
+    """Search the missing parts and publish each; return the seconds it took. space: what queries go through first."""
     from lattqe.expansion.rows import expand_queries
     from lattqe.search.rows import Clock
     from lattqe.store import ranks_table
@@ -224,6 +245,8 @@ def answer(
         for part in missing:
             start, stop = part * PART_QUERIES, min((part + 1) * PART_QUERIES, asked.rows)
             xq = asked.read(start, stop)
+            if space is not None:
+                xq = space.apply(xq)
             if expansion is not None:
                 with clock("expanding"):
                     xq = expand_queries(index, xq, expansion.method, expansion.k).vectors

@@ -4,10 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lattqe.api import augment, evaluate, expand, load, neighbors, search
+    from lattqe.api import adapt, augment, evaluate, expand, load, neighbors, search
 
 __version__ = "0.2.0"
-__all__ = ["augment", "evaluate", "expand", "load", "neighbors", "search"]
+__all__ = ["adapt", "augment", "evaluate", "expand", "load", "neighbors", "search"]
 
 
 def __getattr__(name: str) -> Any:

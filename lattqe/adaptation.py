@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from lattqe.errors import LattqeError
 from lattqe.expansion.base import blocks
@@ -103,7 +104,9 @@ def adapt_to(index: Index) -> Adaptation:
         return _unchanged(index.dim, index.rows)
     x = index.gather(rows)
     near = [nearest(index, x[some], t, rows[some])[1] for some in blocks(len(rows), index.dim * 4, SEARCHED_BYTES)]
-    return learn(x, index.gather(np.concatenate(near).ravel()).reshape(len(x), t, -1), index.rows)
+    neighbors = index.gather(np.concatenate(near).ravel()).reshape(len(x), t, -1)
+    with threadpool_limits(1):  # the last bits depend on how many threads add up
+        return learn(x, neighbors, index.rows)
 
 
 def learn(x: np.ndarray, near: np.ndarray, rows: int) -> Adaptation:

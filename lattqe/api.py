@@ -1,4 +1,4 @@
-"""The Python API, for notebooks: neighbors, search, expand, augment, evaluate and load, with arrays or addresses.
+"""The Python API, for notebooks, with arrays or addresses: neighbors, search, expand, adapt, augment, evaluate, load.
 
 Wherever vectors are expected, give an array (n, D), L2-normalised, float16 or float32; or the address of a stored
 feature set, a folder or s3://bucket/prefix. Everything runs in this process and is exact unless asked otherwise.
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lattqe.augmentation.recipe import is_augmented
+from lattqe.adaptation import Adaptation, adapt_to
+from lattqe.augmentation.recipe import adaptation_for, adaptation_of, is_augmented
 from lattqe.device import gpu_or_none
 from lattqe.errors import LattqeError
 from lattqe.evaluation import GroundTruth, LabelTruth, Scores, score_ranking
@@ -163,7 +164,7 @@ def search(
             f"{', '.join([*(['nqe'] if nqe is not None else []), *params])} given without expand: name "
             "the method, as in expand='alphaqe'"
         )
-    queries, rows = _unit_rows(xq, "xq"), _unit_rows(xb, "xb")
+    queries, rows = _queries(xq, xb), _unit_rows(xb, "xb")
     k = check_k(k, len(rows))
     if expand is not None:
         queries = _expanded(queries, xb, rows, expand, nqe, progress, params)
@@ -185,7 +186,26 @@ def expand(
     negatives; model, precision; device); without a model lattqe is the one that ships. `k` by default: what the model's
     training chose, for a stored augmented index what it chose with one; otherwise the paper's number.
     """
-    return _expanded(_unit_rows(xq, "xq"), xb, _unit_rows(xb, "xb"), method, k, progress, params)
+    return _expanded(_queries(xq, xb), xb, _unit_rows(xb, "xb"), method, k, progress, params)
+
+
+def _queries(xq: Vectors, xb: Vectors) -> np.ndarray:
+    """Queries (nq, D), in the space of the rows where those are a stored index that was adapted to its collection."""
+    rows = _unit_rows(xq, "xq")
+    if not isinstance(xb, str | Path):
+        return rows
+    index = FeatureSet.open(str(xb))
+    space = adaptation_for(index, FeatureSet.open(str(xq))) if isinstance(xq, str | Path) else adaptation_of(index)
+    return rows if space is None else space.apply(rows)
+
+
+def adapt(xb: Vectors) -> Adaptation:
+    """The adaptation of a space to a collection xb (nb, D), learned without labels, as `lattqe augment` does.
+
+    Its `apply` takes rows and queries alike: `space = lattqe.adapt(xb); xb, xq = space.apply(xb), space.apply(xq)`,
+    before the rows are augmented. A stored index has it inside, and queries of `search` and `expand` go through it.
+    """
+    return adapt_to(FlatIndex(_unit_rows(xb, "xb"), gpu_or_none("auto")))
 
 
 def _expanded(
@@ -226,7 +246,8 @@ def augment(
     """Expand every row of xb (nb, D) from its k nearest other rows (database-side augmentation): (nb, D) float32.
 
     As `expand`; only original vectors are read, a row is never its own neighbor (its duplicates may be), and lattqe
-    takes the tempered softmax. Search this instead of xb, with queries expanded from it. `hops`: above 1, features
+    takes the tempered softmax. Search this instead of xb, with queries expanded from it (for the shipped model, adapt
+    both first: see `lattqe.adapt`). `hops`: above 1, features
     flow that many times over the weighted edges of all rows (`lattqe.expansion.diffusion`), each time with a share
     `hop_alpha` from the neighbors; by default what the model was trained for.
     """

@@ -1,6 +1,7 @@
 """Whitening of descriptors: learned from the moments of a feature set, stored as a model, applied to feature sets.
 
-Rotation by PCA, half or full whitening, or the supervised whitening learned from labels.
+Rotation by PCA, half or full whitening, or the supervised whitening learned from labels. Adaptations
+(`lattqe.adaptation`) are applied in the same way.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +11,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from scipy.linalg import solve_triangular
+from threadpoolctl import threadpool_limits
 
+from lattqe import adaptation
+from lattqe.adaptation import Adaptation
 from lattqe.errors import LattqeError
 from lattqe.store import (
     FeatureSet,
@@ -24,6 +28,7 @@ from lattqe.store import (
 )
 from lattqe.store.features import normalised
 from lattqe.store.parts import matrix_column
+from lattqe.store.place import traffic
 
 KIND = "whitening"
 
@@ -233,6 +238,32 @@ def _config(method: str, rows: int, values: np.ndarray, kept: int) -> dict[str, 
     return {"method": method, "rows": rows, "dim": kept, "variance_kept": float(positive[:kept].sum() / positive.sum())}
 
 
+def load_map(uri: str) -> tuple[Whitening | Adaptation, Manifest]:
+    """What turns vectors into others: a stored whitening, or the adaptation of an index."""
+    kind = load_model(uri)[1].get("kind")
+    return Adaptation.load(uri) if kind == adaptation.KIND else Whitening.load(uri)
+
+
+def begin_whitened(features: FeatureSet, whitening_uri: str, to: str, dtype: str | None = None) -> Pending:
+    """Claim the destination of whitened (or adapted) rows, or join an earlier run of the same task."""
+    whitening, model = load_map(whitening_uri)
+    if whitening.input_dim != features.dim:
+        raise LattqeError(
+            f"{whitening_uri} whitens {whitening.input_dim}-D vectors, {features.uri} has {features.dim}-D ones"
+        )
+    fields = features.content_fields() | {"dim": whitening.dim, "dtype": dtype or features.dtype}
+    role = adaptation.KIND if isinstance(whitening, Adaptation) else KIND
+    return Pending.begin(
+        to,
+        "features",
+        fields,
+        part_row_counts(features.rows, row_bytes("features", fields)),
+        {role: dict(whitening.config)},
+        {"features": features.as_input(), role: {"uri": whitening_uri, "digest": model.digest, "kind": "model"}},
+        schema=_schema(features, whitening.dim, fields["dtype"]),
+    )
+
+
 def whiten_features(
     features: FeatureSet,
     whitening_uri: str,
@@ -244,30 +275,31 @@ def whiten_features(
 
     In memory: one part of the source and one of the destination, and a block between them.
     """
-    whitening, model = Whitening.load(whitening_uri)
-    if whitening.input_dim != features.dim:
-        raise LattqeError(
-            f"{whitening_uri} whitens {whitening.input_dim}-D vectors, {features.uri} has {features.dim}-D ones"
-        )
-    dtype = dtype or features.dtype
-    schema = _schema(features, whitening.dim, dtype)
-    fields = features.content_fields() | {"dim": whitening.dim, "dtype": dtype}
-    part_rows = part_row_counts(features.rows, row_bytes("features", fields))
-    inputs = {
-        "features": features.as_input(),
-        "whitening": {"uri": whitening_uri, "digest": model.digest, "kind": "model"},
-    }
-    pending = Pending.begin(
-        to, "features", fields, part_rows, {"whitening": dict(whitening.config)}, inputs, schema=schema
-    )
-    missing = set(pending.missing())
-    start = 0
-    for number, rows in enumerate(part_rows):
-        if number in missing:
-            pending.publish(number, _whiten_rows(features, whitening, start, start + rows, schema, dtype))
-        start += rows
+    pending = begin_whitened(features, whitening_uri, to, dtype)
+    missing, worker = set(pending.missing()), WhitenWorker(features.uri, whitening_uri, to)
+    for part, rows in enumerate(pending.part_rows):
+        if part in missing:
+            worker.run(part)
         on_part(rows, features.rows)
     return pending.finish()
+
+
+class WhitenWorker:
+    """Whitens parts of a feature set, in this process or on Ray: the same bytes. Built from URIs only."""
+
+    def __init__(self, features: str, whitening: str, to: str, cache: str | None = None) -> None:
+        self.features, self.pending = FeatureSet.open(features, cache), Pending.attach(to)
+        self.whitening = load_map(whitening)[0]
+
+    def run(self, part: int) -> dict[str, Any]:
+        """Whiten and publish one part; returns what it moved. By one thread: the last bits depend on how many."""
+        counts, fields = self.pending.part_rows, self.pending.plan["fields"]
+        start = sum(counts[:part])
+        schema = _schema(self.features, self.whitening.dim, fields["dtype"])
+        with threadpool_limits(1):
+            rows = _whiten_rows(self.features, self.whitening, start, start + counts[part], schema, fields["dtype"])
+        self.pending.publish(part, rows)
+        return {"traffic": traffic.take()}
 
 
 def _schema(features: FeatureSet, dim: int, dtype: str) -> pa.Schema:
@@ -277,7 +309,7 @@ def _schema(features: FeatureSet, dim: int, dtype: str) -> pa.Schema:
 
 
 def _whiten_rows(
-    features: FeatureSet, whitening: Whitening, start: int, stop: int, schema: pa.Schema, dtype: str
+    features: FeatureSet, whitening: Whitening | Adaptation, start: int, stop: int, schema: pa.Schema, dtype: str
 ) -> pa.Table:
     pieces = []
     for low in range(start, stop, BLOCK_ROWS):

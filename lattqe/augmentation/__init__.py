@@ -3,17 +3,24 @@
 from lattqe.augmentation.growth import GrowthCost
 from lattqe.augmentation.index import AugmentWorker, begin_index, build_index, piece_name
 from lattqe.augmentation.recipe import (
+    ADAPTATION,
+    ADAPTED,
     GRAPH,
     ORIGINALS,
     Augmentation,
     AugmentSummary,
     Recipe,
+    adapt,
+    adaptation_for,
+    adaptation_of,
     describe,
     is_augmented,
     recompute,
 )
 
 __all__ = [
+    "ADAPTATION",
+    "ADAPTED",
     "GRAPH",
     "ORIGINALS",
     "AugmentSummary",
@@ -21,6 +28,9 @@ __all__ = [
     "Augmentation",
     "GrowthCost",
     "Recipe",
+    "adapt",
+    "adaptation_for",
+    "adaptation_of",
     "begin_index",
     "build_index",
     "describe",

@@ -11,7 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from lattqe.augmentation.recipe import GRAPH, Augmentation, Recipe, read_reusable, write_reusable
+from lattqe.augmentation.recipe import (
+    ADAPTATION,
+    ARRIVALS,
+    GRAPH,
+    Augmentation,
+    Recipe,
+    adaptation_for,
+    find_input,
+    read_reusable,
+    write_reusable,
+)
 from lattqe.errors import CorruptDataError
 from lattqe.expansion import create
 from lattqe.search.graph import update_graph
@@ -26,8 +36,10 @@ from lattqe.store import (
     part_row_counts,
     row_bytes,
 )
+from lattqe.store.artifacts import copy_model
 from lattqe.store.features import Kept
 from lattqe.store.place import open_place
+from lattqe.whitening import whiten_features
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,17 @@ def reusable_rows(before: np.ndarray, after: np.ndarray, old: np.ndarray) -> np.
     return np.concatenate([np.where(same, old, -1), np.full(len(after) - len(before), -1)]).astype(np.int64)
 
 
+def adapted_newcomers(old_index: FeatureSet, new: FeatureSet | None, to: str) -> FeatureSet | None:
+    """Rows that join, in the space of the index that they join, which the new index in `to` keeps."""
+    space = f"{to.rstrip('/')}/{ADAPTATION}"
+    copy_model(find_input(old_index, ADAPTATION, ADAPTATION), space)
+    if new is None or adaptation_for(old_index, new) is None:
+        return new
+    arrivals = f"{to.rstrip('/')}/{ARRIVALS}"
+    whiten_features(new, space, arrivals)
+    return FeatureSet.open(arrivals)
+
+
 def plan_growth(
     old_index: FeatureSet,
     recipe: Recipe,
@@ -122,6 +145,7 @@ def plan_growth(
         previous=old if reuse else None,
         hops=recipe.hops,
         hop_alpha=recipe.hop_alpha,
+        adapt=recipe.adapt,
     )
     index = task.stages()[0].to if reuse else None
     growth = Growth(joined.uri, recipe.graph.uri, task.graph, kept, method.depth(recipe.k), index, cache)

@@ -23,7 +23,7 @@ import pyarrow as pa
 import torch
 
 from lattqe.augmentation.bands import run_hops, with_vectors
-from lattqe.augmentation.recipe import Augmentation, AugmentSummary, describe, read_reusable
+from lattqe.augmentation.recipe import ADAPTATION, Augmentation, AugmentSummary, describe, read_reusable
 from lattqe.device import peak_bytes
 from lattqe.errors import CorruptDataError
 from lattqe.expansion import Method, create
@@ -249,6 +249,7 @@ def begin_index(task: Augmentation) -> Pending:
         "features": features.as_input(),
         "neighbors": NeighborGraph.open(task.graph).as_input(),
         **model_inputs(task.params),
+        **{name: each for name, each in features.manifest.inputs.items() if name == ADAPTATION},
     }
     if task.only_edges:
         fields = {"k": edge_count(create(task.method, **task.params), task.k, features.rows)}
@@ -268,7 +269,7 @@ def begin_index(task: Augmentation) -> Pending:
         fields,
         part_rows,
         schema=features.table(0, 1).schema,
-        config=describe(task.method, task.k, task.params, task.hops, task.hop_alpha, task.device),
+        config=describe(task.method, task.k, task.params, task.hops, task.hop_alpha, task.device, task.adapt),
         inputs=inputs,
     )
 

@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from lattqe.adaptation import Adaptation, adapt_to
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
 from lattqe.expansion.base import HOP_ALPHA, Expanded, check_hops
 from lattqe.expansion.diffusion import column_groups, hop
 from lattqe.expansion.rows import augment_rows
+from lattqe.search import Index
 from lattqe.search.index import StoredIndex
-from lattqe.store import Edges, FeatureSet, NeighborGraph, Place, read_manifest
+from lattqe.store import Edges, FeatureSet, NeighborGraph, Place, find_manifest, read_manifest
 from lattqe.store.manifest import seal_bytes, unseal_bytes
 from lattqe.store.place import absolute, node_folder, open_place
 
@@ -24,6 +26,8 @@ GROUP_BYTES = 512 << 20  # of all rows of a group of columns, held by a worker
 JOB = "augment"
 # What a job made on the way is stored in the index itself, so that it is copied and moved together with it.
 GRAPH, ORIGINALS, EDGES = "neighbors", "originals", "edges"
+# The map of the space, the rows that went through it, and those that joined later.
+ADAPTATION, ADAPTED, ARRIVALS = "adaptation", "adapted", "arrivals"
 # Between a vector computed again on another machine and the stored one, before the stored one's own rounding.
 TOLERANCE = 2e-5
 EDGE_TOLERANCE = 2e-4  # of a weight, beside the largest of its row: shared first products differ that much
@@ -95,7 +99,13 @@ class Cut:
 
 
 def describe(
-    method: str, k: int, params: dict[str, Any], hops: int = 1, hop_alpha: float = 0.0, device: str = "cpu"
+    method: str,
+    k: int,
+    params: dict[str, Any],
+    hops: int = 1,
+    hop_alpha: float = 0.0,
+    device: str = "cpu",
+    adapt: bool = False,
 ) -> dict[str, Any]:
     """The configuration that an augmented index carries in its manifest; a model is named among the inputs.
 
@@ -108,12 +118,36 @@ def describe(
         "params": {name: value for name, value in params.items() if name != "model"},
     }
     described |= {"device": device} if device != "cpu" else {}
+    described |= {"adapt": True} if adapt else {}
     return described | ({"hops": hops, "hop_alpha": hop_alpha} if hops > 1 else {})
 
 
 def is_augmented(features: FeatureSet) -> bool:
     """Whether a feature set is an index that an augmentation made."""
     return features.manifest.config.get("job") == JOB
+
+
+def adaptation_of(rows: FeatureSet) -> Adaptation | None:
+    """What the rows of a set went through, and queries must go through before they search it; None: nothing."""
+    return Adaptation.load(find_input(rows, ADAPTATION, ADAPTATION))[0] if ADAPTATION in rows.manifest.inputs else None
+
+
+def adaptation_for(rows: FeatureSet, others: FeatureSet) -> Adaptation | None:
+    """What another set has to go through to be compared with some rows; None: nothing, or it has been already."""
+    ours, theirs = (each.manifest.inputs.get(ADAPTATION, {}).get("digest") for each in (rows, others))
+    if theirs is not None and theirs != ours:
+        raise LattqeError(f"{others.uri} was adapted to another collection than {rows.uri}: give it as it was before")
+    return adaptation_of(rows) if theirs is None else None
+
+
+def adapt(original: FeatureSet, index: Index, to: str) -> None:
+    """Learn the adaptation of an index in `to` from its rows, or find the one that an earlier run learned."""
+    place = open_place(f"{to.rstrip('/')}/{ADAPTATION}")
+    inputs = {"features": original.as_input()}
+    if (there := find_manifest(place)) is None:
+        adapt_to(index).save(place.uri, inputs)
+    elif there.inputs.get("features", {}).get("digest") != original.digest:
+        raise LattqeError(f"{place.uri} is of other features: choose another destination or delete {to}")
 
 
 @dataclass(frozen=True)
@@ -129,6 +163,7 @@ class Recipe:
     hops: int = 1
     hop_alpha: float = HOP_ALPHA
     edges: Edges | None = None  # of an index of several hops
+    adapt: bool = False  # whether the features are adapted ones
 
     @classmethod
     def of(cls, index: FeatureSet, cache: str | None = None) -> "Recipe":
@@ -138,21 +173,22 @@ class Recipe:
             raise LattqeError(f"{index.uri} was not made by `lattqe augment`: its manifest names no method and graph")
         params = dict(config["params"])
         if "model" in inputs:
-            params["model"] = _find(index, "model", "model")
-        features = FeatureSet.open(_find(index, "features", ORIGINALS), cache)
-        graph = NeighborGraph.open(_find(index, "neighbors", GRAPH), cache)
-        recipe = cls(config["method"], int(config["k"]), params, features, graph, inputs)
+            params["model"] = find_input(index, "model", "model")
+        features = FeatureSet.open(find_input(index, "features", ORIGINALS, ADAPTED), cache)
+        graph = NeighborGraph.open(find_input(index, "neighbors", GRAPH), cache)
+        adapted = bool(config.get("adapt", False))
+        recipe = cls(config["method"], int(config["k"]), params, features, graph, inputs, adapt=adapted)
         if config.get("hops", 1) == 1:
             return recipe
-        edges = Edges.open(_find(index, "edges", EDGES), cache)
+        edges = Edges.open(find_input(index, "edges", EDGES), cache)
         return replace(recipe, hops=int(config["hops"]), hop_alpha=float(config["hop_alpha"]), edges=edges)
 
 
-def _find(index: FeatureSet, name: str, inside: str) -> str:
+def find_input(index: FeatureSet, name: str, *inside: str) -> str:
     """The address of an input: within the index, or where it was when the index was made; the digest decides."""
     recorded = index.manifest.inputs[name]
     seen = []
-    for uri in (f"{index.uri.rstrip('/')}/{inside}", recorded["uri"]):
+    for uri in (*(f"{index.uri.rstrip('/')}/{each}" for each in inside), recorded["uri"]):
         try:
             found = read_manifest(open_place(uri)).digest
         except LattqeError as error:
@@ -228,6 +264,7 @@ class Augmentation:
     hop_alpha: float = HOP_ALPHA  # share of a hop that comes from the neighbors
     only_edges: bool = False  # `to` is not an index, but the edges of one
     device: str = "cpu"  # the kind that workers compute on: it decides the last bits
+    adapt: bool = False  # whether `features` are adapted ones
 
     def __post_init__(self) -> None:
         """Make addresses absolute, for the workers."""

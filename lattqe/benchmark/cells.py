@@ -342,8 +342,8 @@ def _ranked(
 
 
 def method_of(setting: Setting, dba: bool = False) -> Method:
-    """The method of a setting, for queries or for database rows; hops are no matter of the method."""
-    params = tuple(pair for pair in setting.params if pair[0] not in ("hops", "hop_alpha"))
+    """The method of a setting, for queries or for database rows; hops and the space are no matter of the method."""
+    params = tuple(pair for pair in setting.params if pair[0] not in ("hops", "hop_alpha", "adapt"))
     return _method(setting.method, params, dba and bool(METHODS[setting.method].row_params))
 
 

@@ -197,6 +197,7 @@ def setting_parts(row: Mapping[str, Any]) -> dict[str, str]:
         first = next(iter(known.values())).symbol if step["method"] in GRAPH_METHODS else name
         parts[first] = str(step["k"])
         parts |= {"hops": str(step["hops"])} if "hops" in step else {}
+        parts |= {"space": "adapted"} if step.get("adapt") else {}
         parts |= {
             known[key].symbol: value if isinstance(value, str) else f"{value:g}"
             for key, value in step.items()
@@ -276,11 +277,13 @@ def as_trained(model: str, label: str = METHODS["lattqe"].label, method: str = "
 
 def with_hops(model: str, method: str = "lattqe") -> tuple[GraphCandidate, ...]:
     """A learned method whose augmentation flows on over the graph, as often as training chose; () where it did not."""
-    chosen, hops = chosen_neighbors(model), load_model(model)[2].get("hops", 1)
+    metrics = load_model(model)[2]
+    chosen, hops = chosen_neighbors(model), metrics.get("hops", 1)
     if not isinstance(hops, int) or hops < 2:
         return ()
     of = METHODS[method]
-    rows = Setting(method, chosen["ndba"], (("hops", hops), ("model", model)))
+    adapts: Params = (("adapt", True),) if metrics.get("adapt") is True else ()
+    rows = Setting(method, chosen["ndba"], (*adapts, ("hops", hops), ("model", model)))
     queries = Setting(method, chosen["nqe_with_dba"], (("model", model),))
     return (GraphCandidate(method, f"{of.dba_label}, {hops} hops + {of.label}", "model", (Pipeline(rows, queries),)),)
 

@@ -208,9 +208,12 @@ def augment(
     *,
     graph: Stored | None = None,
     shards: bool | None = None,
+    adapt: bool = False,
 ) -> list[Work]:
-    """The graph, unless it is given, then the index; of several hops the edges and the hops."""
+    """The adaptation, if any; the graph, unless it is given; the index, or of several hops the edges and the hops."""
     found = []
+    if adapt:
+        found.append(stages.adaptation(rows.stored, rows.dim, where.machines, itemsize=rows.itemsize, here=where.here))
     if graph is None:
         found.append(neighbors([rows], weighs.depth, where))
         graph = Stored.kind("neighbors", rows.stored.rows, k=weighs.depth)
@@ -259,11 +262,12 @@ def augment_by(
     *,
     graph: "NeighborGraph | None" = None,
     shards: bool | None = None,
+    adapt: bool = False,
 ) -> list[Work]:
     """The augmentation of a set that is there by a method, with that many hops; `graph`: where it is there already."""
     weighs = weighing_of(method, k, features.dim, features.rows)
     stored = None if graph is None else Stored.of(graph.manifest)
-    return augment(Rows.of(features), weighs, number, where, graph=stored, shards=shards)
+    return augment(Rows.of(features), weighs, number, where, graph=stored, shards=shards, adapt=adapt)
 
 
 def append(

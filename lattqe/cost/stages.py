@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import exp
 from typing import Any
 
+from lattqe.adaptation import CENTRES, NEAR, ROWS_PER_CENTRE, sample_rows
 from lattqe.cost.augment import NETWORK_SHARE, Weighing, weighing
 from lattqe.cost.graph import BASE_BYTES, OPENS_HERE, bytes_per_row, graph_products, product_seconds, scoring_seconds
 from lattqe.cost.work import (
@@ -97,6 +98,35 @@ def measuring(rows: int, queries: int, dim: int, cells: int, machines: Machines)
         2.0 * products * dim,
         worker_seconds=products * product_seconds(dim, machines),
         worker_bytes=BASE_BYTES + rows * dim * 8,
+    )
+
+
+def adaptation(features: Stored, dim: int, machines: Machines, *, itemsize: int = 2, here: bool = True) -> Work:
+    """A sample of the rows meets all rows, then every row goes through the maps of all centres."""
+    rows = features.rows
+    sampled, centres = len(sample_rows(rows, dim)), max(min(CENTRES, rows // ROWS_PER_CENTRE), 1)
+    products, shards = sampled * rows, 1 if here else machines.workers
+    maps = 4 * centres * dim * (dim + 1)
+    learning, mapping = (2.0 * count * centres * dim * dim for count in (sampled * NEAR, rows))
+    return Work(
+        "adaptation",
+        rows,
+        products,
+        2.0 * products * dim + learning + mapping,
+        2 * (features.bytes + features.manifest) + maps * shards,
+        features.written + maps,
+        requests=features.loading() * 2
+        + OPEN * (2 + 2 * shards)
+        + features.publishing()
+        + MISSING
+        + PUT * 5
+        + LOOK * 2,
+        # One thread learns, each worker maps with one.
+        worker_seconds=products * product_seconds(dim, machines)
+        + (learning * machines.workers + mapping) / (machines.gflops * 1e9),
+        worker_bytes=BASE_BYTES + -(-rows // shards) * dim * (itemsize + 4) + 3 * maps + 2 * max(features.part_bytes),
+        stored=features.bytes + maps,
+        facts={"rows looked at": f"{sampled:,}", "centres": f"{centres}"},
     )
 
 

@@ -110,6 +110,11 @@ class AttentionExpansion(Method):
         return chosen if isinstance(chosen, int) and chosen > 0 else 1
 
     @property
+    def adapts(self) -> bool:
+        """Whether training was for adapted collections."""
+        return self.network.metrics.get("adapt") is True
+
+    @property
     def hop_alpha(self) -> float:
         """What the network learned, where it was trained through hops."""
         return self.network.alpha.item()

@@ -184,6 +184,11 @@ class Method(Described, ABC):
         return 1
 
     @property
+    def adapts(self) -> bool:
+        """Whether database rows are adapted to their collection first (`lattqe.adaptation`), unless asked otherwise."""
+        return False
+
+    @property
     def hop_alpha(self) -> float:
         """Share of a hop that comes from the neighbors, where the caller does not say."""
         return HOP_ALPHA

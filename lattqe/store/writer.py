@@ -325,6 +325,8 @@ def join_features(old: FeatureSet, kept: Kept, new: FeatureSet | None, to: str) 
     schema = old.table(0, 1).schema
     extra = [column for column in schema if column.name not in ("id", "vector", "label")]
     inputs = {"old": old.as_input()} | ({"new": new.as_input()} if new is not None else {})
+    if "adaptation" in old.manifest.inputs:  # both went through it, and so must queries
+        inputs["adaptation"] = dict(old.manifest.inputs["adaptation"])
     writer = FeatureWriter(
         to,
         old.dim,
