@@ -18,8 +18,10 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -226,15 +228,20 @@ def _faiss_build() -> str:
 
 def _try_storage(uri: str) -> str:
     from lattqe.store import open_place
+    from lattqe.store.local import LocalPlace
 
     name, content = f"doctor-{uuid.uuid4().hex}", b"lattqe doctor"
     try:
         place = open_place(uri)
+        new = isinstance(place, LocalPlace) and not place.path.exists()
         place.create(name, content)
         came_back = place.read(name)
         place.delete(name)
     except LattqeError as error:
         return str(error)
+    if new:
+        with suppress(OSError):  # another node may be writing there
+            Path(uri).expanduser().rmdir()
     return "ok" if came_back == content else "what was written came back different"
 
 

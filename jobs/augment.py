@@ -350,7 +350,8 @@ def _read_ids(path: Path | None) -> list[str]:
     try:
         return [line for line in path.read_text().splitlines() if line]
     except (OSError, UnicodeDecodeError) as error:
-        raise LattqeError(f"cannot read the ids to remove from {path}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise LattqeError(f"cannot read the ids to remove from {path}: {why}") from error
 
 
 append_app = command(append)

@@ -23,6 +23,7 @@ from lattqe.expansion.base import Lists, Method, RowSource, is_finite, parameter
 
 STEPS = 60  # never reached in practice: most problems take 10 to 20
 TOLERANCE = 1e-13  # of the complementarity in units of C, which leaves an error around 1e-6 in the weight vector
+LARGEST_C = 1e12  # and 1 over the smallest: far beyond both, nothing but rounding is left of the other terms
 RIDGE = 1e-11  # relative to C: keeps the factorisation of a singular Q positive, far below the tolerance of the weights
 STAY_INSIDE = 0.995  # share of the step to the nearest bound
 
@@ -116,8 +117,10 @@ class DiscriminativeExpansion(Method):
     negatives: int = parameter(5, "Low-ranked negatives for each query or row", tries=(5, 50))
 
     def __post_init__(self) -> None:
-        if not (is_finite(self.C) and self.C > 0):
-            raise LattqeError(f"dqe: C is {self.C!r}: use a finite number above 0, such as 0.1")
+        if not (is_finite(self.C) and 1 / LARGEST_C <= self.C <= LARGEST_C):
+            raise LattqeError(
+                f"dqe: C is {self.C!r}: use a number between {1 / LARGEST_C:g} and {LARGEST_C:g}, such as 0.1"
+            )
         if isinstance(self.negatives, bool) or not isinstance(self.negatives, Integral) or self.negatives < 1:
             raise LattqeError(f"dqe: negatives is {self.negatives!r}: use a whole number from 1, such as 5")
 

@@ -49,7 +49,9 @@ class Options:
     labels_key: str | None = None
 
     def refuse_column_names(self, path: object, why: str) -> None:
-        """Refuse names of columns for a file that has none."""
+        """Refuse names of arrays and columns for a file that has none."""
+        if self.key is not None:
+            raise LattqeError(f"{path} {why}, and none is called {self.key!r}: leave out --key")
         for option, name in (("--ids-key", self.ids_key), ("--labels-key", self.labels_key)):
             if name is not None:
                 raise LattqeError(

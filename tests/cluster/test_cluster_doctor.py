@@ -55,6 +55,8 @@ def test_a_node_reports_what_it_has(tmp_path):
     report = examine_node("here", str(tmp_path))
     assert report["storage"] == "ok"
     assert list(tmp_path.iterdir()) == [], "what was tried is cleaned up"
+    assert examine_node("here", str(tmp_path / "new"))["storage"] == "ok"
+    assert not (tmp_path / "new").exists(), "and so is a folder that was not there"
     assert report["packages"]["ray"]
     assert report["disk"] > 0
 

@@ -238,6 +238,8 @@ def test_arrays_by_name(tmp_path, ending):
 def test_files_without_names_take_none(files, tmp_path):
     with pytest.raises(LattqeError, match=r"holds one array: leave out --ids-key, or give a file with --ids"):
         open_source(files[0], ids_key="name")
+    with pytest.raises(LattqeError, match=r"holds one array, and none is called 'X': leave out --key"):
+        open_source(files[0], key="X")
     (tmp_path / "x.pkl").write_bytes(pickle.dumps({f"image {row}": x for row, x in enumerate(X)}))
     with pytest.raises(LattqeError, match=r"maps each image to its vector: leave out --labels-key"):
         open_source(tmp_path / "x.pkl", labels_key="class")

@@ -187,8 +187,10 @@ def test_appending_equals_from_scratch_at_the_cost_of_what_changed(
     base = ["--method", method, "-k", K, *more]
     assert call(augment, features.uri, *base, "--neighbors", graph.uri, "--to", tmp_path / "index") == 0
     arrivals = write(tmp_path / "arrivals", data[ROWS : ROWS + 10], first=ROWS)
+    missing = tmp_path / "missing.txt"
+    assert call(append, tmp_path / "index", "--remove", missing, "--to", tmp_path / "grown") == 2
+    assert f"cannot read the ids to remove from {missing}: No such file or directory" in capsys.readouterr().err
     (tmp_path / "gone.txt").write_text("r7\nr99\n")
-    capsys.readouterr()
     assert (
         call(
             append,
