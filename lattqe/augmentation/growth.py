@@ -32,11 +32,12 @@ from lattqe.store import (
     NeighborGraph,
     Pending,
     find_manifest,
+    load_model,
     neighbors_table,
     part_row_counts,
     row_bytes,
+    save_model,
 )
-from lattqe.store.artifacts import copy_model
 from lattqe.store.features import Kept
 from lattqe.store.place import open_place
 from lattqe.whitening import whiten_features
@@ -108,7 +109,8 @@ def reusable_rows(before: np.ndarray, after: np.ndarray, old: np.ndarray) -> np.
 def adapted_newcomers(old_index: FeatureSet, new: FeatureSet | None, to: str) -> FeatureSet | None:
     """Rows that join, in the space of the index that they join, which the new index in `to` keeps."""
     space = f"{to.rstrip('/')}/{ADAPTATION}"
-    copy_model(find_input(old_index, ADAPTATION, ADAPTATION), space)
+    tensors, config, metrics, manifest = load_model(find_input(old_index, ADAPTATION, ADAPTATION))
+    save_model(space, tensors, config, metrics, manifest.inputs)
     if new is None or adaptation_for(old_index, new) is None:
         return new
     arrivals = f"{to.rstrip('/')}/{ARRIVALS}"

@@ -180,7 +180,13 @@ def rivals() -> tuple[tuple[Candidate, ...], tuple[GraphCandidate, ...]]:
     ]
     decay = METHODS["aqewd"]
     before = Pipeline(Setting("aqewd", 12), Setting("aqewd", 8))
+    adapted = tuple(  # the space of the model's own index, which needs no labels either
+        Pipeline(Setting("aqewd", ndba, (("adapt", True),)), Setting("aqewd", nqe))
+        for ndba in (4, 24)
+        for nqe in (4, 16)
+    )
     return tuple(plain), (
+        GraphCandidate("aqewd", f"{decay.dba_label} + {decay.label}, adapted", "test", adapted),
         graph_candidate("diffusion", "test", kq=(2, 5), kd=(5, 20), gamma=(3.0,), alpha=(0.9, 0.99)),
         graph_candidate(
             "diffusion",

@@ -245,12 +245,6 @@ def save_model(
     return publish_manifest(place, manifest)
 
 
-def copy_model(uri: str, to: str) -> Manifest:
-    """Store the same model a second time, with the same digest."""
-    tensors, config, metrics, manifest = load_model(uri)
-    return save_model(to, tensors, config, metrics, manifest.inputs)
-
-
 def load_model(uri: str) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, Any], Manifest]:
     """(tensors, config, metrics, manifest) of a stored model, all checksums checked."""
     place = open_place(uri)
