@@ -80,6 +80,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "world_rows": 6_000,
         "clusters": 0.1,
         "ordinary": 0.55,
+        "adapted": 0.5,
         "hop_every": 3,
         "hop_rows": 600,
         "hop_k": 40,
