@@ -6,18 +6,25 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export RAY_USAGE_STATS_ENABLED = 0
 
-.PHONY: demo check test lint browser faults fuzz audit clean
+.PHONY: demo check test lint style browser faults fuzz audit clean
+
+# mypy has only one thread: it runs beside the tests, and what it says comes last.
+define tests_and_types
+$(BIN)/mypy >$(VENV)/types.txt 2>&1 & types=$$!; \
+$(BIN)/python -m pytest -n 2 $(1); tests=$$?; \
+wait $$types; types=$$?; cat $(VENV)/types.txt; exit $$((tests | types))
+endef
 
 demo: $(STAMP)
 	$(BIN)/lattqe demo --to demo
 
 # Before every commit: no Ray, no S3 server, no kills.
-check: $(STAMP) lint
-	$(BIN)/python -m pytest -n 2 -m "not ray and not s3 and not kill"
+check: $(STAMP) style
+	$(call tests_and_types,-m "not ray and not s3 and not kill")
 
 # Everything that must hold.
-test: $(STAMP) lint browser
-	$(BIN)/python -m pytest -n 2
+test: $(STAMP) style browser
+	$(call tests_and_types,)
 
 # The report is tested in a real Chromium: installed where we are allowed to, else that test says that it is missing.
 browser:
@@ -40,10 +47,12 @@ fuzz: $(STAMP)
 audit: $(STAMP)
 	$(BIN)/python .ci/audit.py --sbom build/sbom.json
 
-lint: $(STAMP)
+lint: style
+	$(BIN)/mypy
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
-	$(BIN)/mypy
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -7,26 +7,35 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import ray
 from hypothesis import settings
-from s3_server import S3Server
 from xdist.scheduler import LoadScopeScheduling
 
-from cluster.session import ray_session
-from jobs import cli
+# Ray, torch and boto3 are imported where they are used: the process that only hands out tests waits for none of them.
+if TYPE_CHECKING:
+    from s3_server import S3Server
 
 # Before anything imports Ray: workers inherit these.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
+# The commands and Ray workers that tests start share one compiled package instead of each compiling it anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# Before anything imports torch: of several processes that share the cores, each has one. Tests that need more say so.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for library in ("OMP", "OPENBLAS", "MKL"):
+        os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+
 # A shell that starts the tests in its background has them ignore Ctrl-C, and every command they start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Examples are not timed: a busy machine is not a failure.
-settings.register_profile("lattqe", deadline=None)
+# Examples are not timed: a busy machine is not a failure. They are the same in each run: no verdict hangs on chance.
+settings.register_profile("lattqe", deadline=None, derandomize=True)
 settings.load_profile("lattqe")
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -37,6 +46,7 @@ def call_lattqe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
     """Call the `lattqe` command in this process, `call_lattqe("info", folder)`: (exit code, stdout, stderr)."""
+    from jobs import cli
 
     def call(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["lattqe", *map(str, words)])
@@ -85,8 +95,10 @@ def real_gnd(request: pytest.FixtureRequest, revisited_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def s3(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[S3Server]":
     """A real S3 server for the whole run. Ask for it before Ray is started: workers inherit its settings."""
+    from s3_server import S3Server
+
     server = S3Server(tmp_path_factory.mktemp("s3")).start()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
@@ -96,14 +108,17 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def s3_uri(s3: S3Server) -> str:
+def s3_uri(request: pytest.FixtureRequest, s3: "S3Server") -> str:
     """A prefix on the server that no other test uses."""
+    assert "s3" in request.keywords, "this test starts an S3 server, which `make check` does without: mark it s3"
     return s3.fresh_uri()
 
 
 @pytest.fixture
-def mortal_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+def mortal_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Iterator[S3Server]":
     """A server of one's own, to be killed and started again."""
+    from s3_server import S3Server
+
     server = S3Server(tmp_path / "mortal-s3").start()
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
@@ -112,11 +127,15 @@ def mortal_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Ser
 
 
 @pytest.fixture(scope="module")
-def local_ray(s3: S3Server) -> None:
+def local_ray(s3: "S3Server") -> None:
     """A Ray with two CPUs, shared by all files that ask for it: starting one costs more than most tests.
 
     The S3 server comes first, for workers inherit its address. A file that needs another Ray ends this one first.
     """
+    import ray
+
+    from cluster.session import ray_session
+
     if not ray.is_initialized():
         SHARED_RAY.enter_context(ray_session(cpus=2))
 
@@ -145,6 +164,7 @@ def signals_stay_as_they_were() -> Iterator[None]:
 def no_ray_without_its_mark(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make check` leaves out what is marked: a test that starts Ray without the mark would slow it down unnoticed."""
     if "ray" not in request.keywords:
+        import ray
 
         def refuse(*_: object, **__: object) -> None:
             raise AssertionError("this test starts Ray: mark it with pytest.mark.ray")

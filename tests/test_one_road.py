@@ -116,9 +116,10 @@ def test_the_python_api_is_the_loop(world, case):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("workers", [1, 2])
-def test_search_in_shards_is_the_python_api(world, case, workers, tmp_path, local_ray):
-    check_search(world, case, tmp_path, "--workers", workers)
+@pytest.mark.parametrize("case", ["alphaqe", "dqe", "content", "relational"], indirect=True)
+def test_search_in_shards_is_the_python_api(world, case, tmp_path, local_ray):
+    """Weights of scores, negatives from all shards, and both kinds of network: all that shards could tell apart."""
+    check_search(world, case, tmp_path, "--workers", 2)
 
 
 def test_search_in_this_process_is_the_python_api(world, case, tmp_path):
@@ -156,7 +157,9 @@ def check_search(world, case, tmp_path, *more):
 
 
 @pytest.mark.ray
+@pytest.mark.parametrize("case", ["dqe", "relational"], indirect=True)
 def test_augment_on_ray_is_augment_in_this_process(world, case, tmp_path, local_ray):
+    """The other methods: `tests/cluster/test_cluster_augmentation.py`."""
     method, words = given(world, case[0])[0], options(world, case[0])
     digests = []
     for to, more in (("here", []), ("ray", ["--workers", 2])):

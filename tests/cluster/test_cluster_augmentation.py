@@ -1,5 +1,7 @@
 """Distributed augmentation equals the in-memory one, for every method and number of workers, through deaths."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import ray
@@ -69,10 +71,27 @@ def model(tmp_path_factory):
     return uri
 
 
-@pytest.mark.parametrize(("method", "workers"), [("aqe", 1), ("aqewd", 2), ("alphaqe", 3), ("dqe", 2), ("lattqe", 2)])
-def test_equals_in_memory(source, tmp_path, method, workers, model):
-    params = {"model": model, "dba": True} if method == "lattqe" else {}
-    index, summary, rows = augmented(source, tmp_path / "index", method, workers, **params)
+@pytest.fixture(scope="module")
+def on_workers(source, model, tmp_path_factory):
+    """What a method gives on so many workers, made once for all tests: (index, summary, rows reported)."""
+
+    @cache
+    def make(method, workers):
+        return augmented(source, tmp_path_factory.mktemp(method) / "index", method, workers, **params_of(method, model))
+
+    return make
+
+
+def params_of(method, model):
+    return {"model": model, "dba": True} if method == "lattqe" else {}
+
+
+WORKERS = {"aqe": 1, "aqewd": 2, "alphaqe": 3, "dqe": 2, "lattqe": 2}
+
+
+@pytest.mark.parametrize("method", WORKERS)
+def test_equals_in_memory(source, on_workers, method, model):
+    index, summary, rows = on_workers(method, WORKERS[method])
     expected = lattqe.augment(source[0].read(), method, k=K, **({"model": model} if method == "lattqe" else {}))
     np.testing.assert_allclose(index.read(), expected, atol=2e-6)
     assert index.ids() == source[0].ids()
@@ -83,22 +102,22 @@ def test_equals_in_memory(source, tmp_path, method, workers, model):
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("method", ["alphaqe", "dqe", "lattqe"])
-def test_in_this_process_the_bytes_are_the_same(source, tmp_path, model, method, threads):
-    params = {"model": model, "dba": True} if method == "lattqe" else {}
-    made, _, _ = augmented(source, tmp_path / "ray", method, **params)
+def test_in_this_process_the_bytes_are_the_same(source, on_workers, tmp_path, model, method, threads):
+    made, _, _ = on_workers(method, WORKERS[method])
     features, graph = source
     pending = begin(features, tmp_path / "here", (300, 300, 100))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     rows = []
-    build_index(Augmentation(features.uri, graph.uri, pending.uri, method, K, params, block_rows=128), rows.append)
+    task = Augmentation(features.uri, graph.uri, pending.uri, method, K, params_of(method, model), block_rows=128)
+    build_index(task, rows.append)
     assert torch.get_num_threads() == threads
     torch.set_num_threads(before)
     assert (pending.finish().digest, sum(rows)) == (made.digest, ROWS)
 
 
-def test_finished_pieces_are_taken_up_and_damaged_ones_computed_again(source, tmp_path):
-    whole, _, _ = augmented(source, tmp_path / "whole", "alphaqe")
+def test_finished_pieces_are_taken_up_and_damaged_ones_computed_again(source, on_workers, tmp_path):
+    whole, _, _ = on_workers("alphaqe", WORKERS["alphaqe"])
     features, graph = source
     pending = begin(features, tmp_path / "index", (300, 300, 100))
     task = Augmentation(features.uri, graph.uri, str(tmp_path / "index"), "alphaqe", K, block_rows=128)

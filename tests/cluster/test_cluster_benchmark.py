@@ -59,7 +59,7 @@ def test_shards_and_workers_give_the_numbers_of_one_process(local_ray: None, tmp
         spread.fill(cells, lambda cell: None)
         distractors = spread.distractors["oxford", "distractors"]
         given = [uri for uri in (tmp_path / "spread" / "graphs").iterdir() if distractors.digest[:16] in uri.name]
-        known = Bench(dataclasses.replace(run, graphs=(str(given[0]),)), str(tmp_path / "known"), workers=1, shards=2)
+        known = Bench(dataclasses.replace(run, graphs=(str(given[0]),)), str(tmp_path / "known"), workers=1, shards=1)
         known.fill(cells[-1:], lambda cell: None)
     merged = [[one.to_dict() for one in each.lookup(cells[-1]).scores] for each in (known, spread)]
     assert merged[0] == merged[1]

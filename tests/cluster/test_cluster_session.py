@@ -1,5 +1,6 @@
 """Connecting to Ray fails in one line; a Ray of our own is closed to everybody else."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._private.node import Node
 
 from cluster.session import ray_session
 from lattqe.errors import LattqeError
@@ -56,6 +58,15 @@ def descendants(pid):
     return found
 
 
+def titles(pid):
+    """The command lines of a process and of all that it has started, in one string."""
+    found = []
+    for each in descendants(pid):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found.append(Path(f"/proc/{each}/cmdline").read_bytes().decode(errors="replace"))
+    return " ".join(found)
+
+
 def listening(pids):
     """Addresses, as /proc writes them, on which these processes take connections."""
     waiting = {}
@@ -88,6 +99,9 @@ def own_session():
 def test_a_session_listens_to_this_machine_and_to_its_token_only(own_session):
     """Although the tests' environment turns Ray's tokens off."""
     assert ray.get(ray.remote(lambda: os.getpid()).remote())
+    started = [name for name in ("gcs_server", "raylet", "monitor.py", "dashboard.py") if name in titles(os.getpid())]
+    assert started == ["gcs_server", "raylet"], "no autoscaler, no copying of logs, no server of a dashboard"
+    assert Node.start_monitor.__name__ == "start_monitor", "Ray's own again, for nodes that others start here"
     addresses = listening(descendants(os.getpid()))
     assert len(addresses) > 5, "head, node, agents and workers"
     assert set(addresses) <= {"0100007F", "0000000000000000FFFF00000100007F"}, "127.0.0.1, as IPv4 and within IPv6"

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.svm import SVC
 
 from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS, create
@@ -83,6 +82,8 @@ def test_simple_methods_equal_their_loops(name, n, k, dim, seed, spread):
 
 def dual_of_sklearn(x, y, C):
     """(dual coefficients y_i a_i, weight vector) of LIBSVM, solved far below the tolerance of the comparison."""
+    from sklearn.svm import SVC  # seconds of imports, for this alone
+
     svm = SVC(kernel="linear", C=C, tol=1e-10).fit(x, y)
     dual = np.zeros(len(y))
     dual[svm.support_] = svm.dual_coef_[0]

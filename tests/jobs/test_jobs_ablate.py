@@ -39,6 +39,7 @@ def test_queries_must_be_as_many_as_databases(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
 def test_one_more_variant_keeps_the_others(tmp_path: Path) -> None:
     for variant in ("no-position", "no-attention"):
         done = CliRunner().invoke(ablate_app, arguments(tmp_path, "--only", variant))

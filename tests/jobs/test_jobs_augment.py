@@ -58,9 +58,8 @@ def model(tmp_path_factory):
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.parametrize("where", ["disk", "s3"])
-def test_lattqe_equals_in_memory_and_knows_its_inputs(features, model, tmp_path, s3_uri, where, capsys):
-    to = str(tmp_path / "index") if where == "disk" else f"{s3_uri}/index"
+def test_lattqe_equals_in_memory_and_knows_its_inputs(features, model, s3_uri, capsys):
+    to = f"{s3_uri}/index"
     assert call(augment, features.uri, "--model", model, "-k", K, "--to", to, "--workers", 2, "--json") == 0
     told = json.loads(capsys.readouterr().out)
     index = FeatureSet.open(to)

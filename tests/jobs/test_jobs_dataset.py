@@ -307,7 +307,7 @@ def test_synthetic(tmp_path, run):
     gnd.check_queries(FeatureSet.open(str(tmp_path / "data" / "oxford-queries")).ids())
 
 
-@pytest.mark.parametrize("where", ["disk", "s3"])
+@pytest.mark.parametrize("where", ["disk", pytest.param("s3", marks=pytest.mark.s3)])
 def test_photos(tmp_path, run, request, where):
     """All splits of the sets that are there, from a folder or from S3."""
     rng = np.random.default_rng(0)

@@ -155,7 +155,7 @@ def leaky(tmp_path):
     return write(tmp_path / "features", x), write(tmp_path / "other", other, names), copied
 
 
-@pytest.mark.parametrize("where", ["disk", "s3"])
+@pytest.mark.parametrize("where", ["disk", pytest.param("s3", marks=pytest.mark.s3)])
 def test_leakage_between_sets(tmp_path, run, where, request):
     features, other, copied = leaky(tmp_path)
     best = other.read().astype(np.float64) @ features.read().astype(np.float64).T

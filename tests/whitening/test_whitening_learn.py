@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from sklearn.decomposition import PCA
 
 from lattqe.errors import LattqeError
 from lattqe.store import FeatureSet, FeatureWriter
@@ -53,6 +52,8 @@ def test_moments_survive_a_large_offset(rows):
 
 
 def test_pca_against_scikit_learn(rows):
+    from sklearn.decomposition import PCA
+
     whitening = principal(moments(blocks(rows)), power=0.0, dim=5)
     reference = PCA(n_components=5).fit(rows)
     expected = reference.transform(rows)
@@ -62,6 +63,8 @@ def test_pca_against_scikit_learn(rows):
 
 
 def test_full_whitening_against_scikit_learn(rows):
+    from sklearn.decomposition import PCA
+
     whitening = principal(moments(blocks(rows)), power=-0.5, dim=5)
     expected = PCA(n_components=5, whiten=True).fit_transform(rows) * np.sqrt(300 / 299)
     np.testing.assert_allclose(np.abs((rows - whitening.mean) @ whitening.projection.T), np.abs(expected), atol=1e-8)
