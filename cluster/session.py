@@ -229,7 +229,7 @@ def _without_servants() -> Iterator[None]:
 
     Only the nodes that `ray start` makes have switches for them.
     """
-    kept = {name: getattr(Node, name) for name in NOT_NEEDED}
+    kept = {name: getattr(Node, name) for name in NOT_NEEDED if hasattr(Node, name)}  # another Ray may have others
     try:
         for name in kept:
             setattr(Node, name, lambda *_, **__: None)
