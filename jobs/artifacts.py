@@ -13,6 +13,7 @@ from jobs.console import (
     answers,
     command,
     human_bytes,
+    note_adapted,
     note_approximate,
     print_json,
     progress_bar,
@@ -232,7 +233,7 @@ def verify(
 
 
 def check_model(uri: str) -> None:
-    """A network's or a whitening's tensors must be those that its config.json describes."""
+    """The tensors of a network, a whitening or an adaptation must be those that its config.json describes."""
     from lattqe.store import load_model
 
     config = load_model(uri)[1]
@@ -241,10 +242,10 @@ def check_model(uri: str) -> None:
             from lattqe.model import LAttQE
 
             LAttQE.load(uri)
-        elif config.get("kind") == "whitening":
-            from lattqe.whitening import Whitening
+        elif config.get("kind") in ("whitening", "adaptation"):
+            from lattqe.whitening import load_map
 
-            Whitening.load(uri)
+            load_map(uri)
     except LattqeError as error:
         raise CorruptDataError(str(error)) from error
 
@@ -303,6 +304,7 @@ def export(
         if given and type(artifact) is not kind:
             raise LattqeError(f"{option} does not apply to {uri}, {_words(artifact)}")
     note_approximate(artifact)
+    note_adapted(artifact)
     started = time.monotonic()
     if isinstance(artifact, FeatureSet):
         done = _export_features(artifact, to, factory)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import Json, command, note_approximate, progress_bar, run, screen, show_table
+from jobs.console import Json, command, note_adapted, note_approximate, progress_bar, run, screen, show_table
 from jobs.index import NAMES, Made, augment, augment_here, checked_device, method_options, method_params, report
 from jobs.plan import Address, Assume, Cache, Plan, Workers, on_ray, setting, tell
 from lattqe.errors import LattqeError
@@ -104,7 +104,7 @@ def main(
     theta.check_width(original.dim, f"features in {features}")
     k = check_k(k or theta.suggested_k(dba=True), original.rows)
     hops, hop_alpha = chosen_hops(theta, hops, hop_alpha)
-    adapt = chosen_adapting(theta, adapt, neighbors)
+    adapt = chosen_adapting(theta, adapt, neighbors, original)
     given = given_graph(neighbors, original, theta.depth(k)) if neighbors is not None else None
     if (where := setting(plan, assume, original.rows, workers, address, cache)) is not None:
         shards = None if reach == "auto" else reach == "shards"
@@ -116,6 +116,7 @@ def main(
     made = made_index(task, original, theta, given is not None, workers, address, reach)
     if faiss is not None:
         export_features(FeatureSet.open(to), faiss, factory)
+        note_adapted(FeatureSet.open(to))
     report("augmented", made, json)
 
 
@@ -169,11 +170,19 @@ def chosen_hops(method: "Method", hops: int | None, alpha: float | None) -> tupl
     return hops, alpha
 
 
-def chosen_adapting(method: "Method", adapt: bool | None, neighbors: str | None) -> bool:
-    """Whether rows are adapted: as was requested, or as the method wants where no graph of other rows is given."""
+def chosen_adapting(method: "Method", adapt: bool | None, neighbors: str | None, original: "FeatureSet") -> bool:
+    """Whether rows are adapted: as was requested, or as the method wants where no graph of other rows is given.
+
+    Never twice: queries would go through the second map alone.
+    """
+    from lattqe.augmentation import ADAPTATION
+
+    already = ADAPTATION in original.manifest.inputs
     if adapt and neighbors is not None:
         raise LattqeError("--adapt needs the graph of the adapted rows, which it makes itself: leave --neighbors out")
-    return (method.adapts and neighbors is None) if adapt is None else adapt
+    if adapt and already:
+        raise LattqeError(f"{original.uri} is adapted to its collection already: leave --adapt out")
+    return (method.adapts and neighbors is None and not already) if adapt is None else adapt
 
 
 def adapted_rows(original: "FeatureSet", to: str, workers: int | None, cache: str | None, here: bool) -> "FeatureSet":
@@ -296,8 +305,7 @@ def append(
         return
     process = resident_bytes()
     kept = kept_rows(recipe.features, leaving)
-    if recipe.adapt:
-        newcomers = adapted_newcomers(old_index, newcomers, to)
+    newcomers = adapted_newcomers(old_index, newcomers, to)
     joined = join_features(recipe.features, kept, newcomers, f"{to.rstrip('/')}/{ORIGINALS}")
     if reach == "auto" and runs_here(joined.rows, workers, address):
         task, _, cost = plan_growth(old_index, recipe, joined, kept, to, cache)

@@ -61,7 +61,6 @@ def main(
 
     Example: lattqe search index queries -k 100 --expand lattqe --model model --to ranks
     """
-    from lattqe.augmentation import ADAPTATION, adaptation_for
     from lattqe.search.rows import check_k
     from lattqe.store import FeatureSet
 
@@ -84,13 +83,7 @@ def main(
         note = f"note: nQE = {expansion.k:,} is more than the {rows:,} rows: all of them are weighed"
         screen.print(note, markup=False, soft_wrap=True)
     note_approximate(*sources)
-    space = adaptation_for(sources[0], asked)
-    for other in sources[1:]:
-        if adaptation_for(sources[0], other) is not None:
-            raise LattqeError(
-                f"{database} is adapted to its collection, {other.uri} is not: adapt it first, with `lattqe whiten "
-                f"apply {other.uri} --whitening {database.rstrip('/')}/{ADAPTATION} --to …`"
-            )
+    space = space_of(sources, asked)
     pending = begin_ranks(to, k, sources, asked, expansion)
     facts: dict[str, Any] = {"ranks": to, "queries": asked.rows, "k": k}
     if pending.missing():
@@ -101,6 +94,23 @@ def main(
     if json:
         print_json(facts)
     show_table(f"ranks in {to}", facts)
+
+
+def space_of(sources: "list[FeatureSet]", asked: "FeatureSet") -> "Adaptation | None":
+    """What queries go through before they are compared; sets of different spaces are refused."""
+    if not any("adaptation" in each.manifest.inputs for each in (asked, *sources)):
+        return None  # without importing what only augmentation needs
+
+    from lattqe.augmentation import ADAPTATION, adaptation_for
+
+    database = sources[0]
+    for other in sources[1:]:
+        if adaptation_for(database, other) is not None:
+            raise LattqeError(
+                f"{database.uri} is adapted to its collection, {other.uri} is not: adapt it first, with `lattqe whiten "
+                f"apply {other.uri} --whitening {database.uri.rstrip('/')}/{ADAPTATION} --to …`"
+            )
+    return adaptation_for(database, asked)
 
 
 def planned(

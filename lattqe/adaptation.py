@@ -7,8 +7,9 @@ few such maps, one around each centre of the collection, and a vector goes throu
 
     y = L2( Σ_c π_c(x) M_c x ),   π(x) = softmax( SHARPNESS · cos(x, centre_c) ),   M_c = (S_c + RIDGE · mean) ^ -1/2
 
-S_c is drawn towards that of all differences, and that towards the identity, as long as there are few of them: in a
-collection of some dozen rows, nothing changes. Queries go through the same map as the rows.
+S_c is drawn towards that of all differences, and that towards the identity, as long as there are few of them. Fewer
+than a hundred rows have too few near neighbors to learn from, and stay as they are. Queries go through the same map as
+the rows.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from lattqe.errors import LattqeError
+from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion.base import blocks
 from lattqe.expansion.rows import nearest
 from lattqe.search import Index
@@ -27,6 +28,7 @@ from lattqe.store.features import normalised
 
 KIND = "adaptation"
 NEAR = 5  # neighbors of a row whose differences count: the first are the most likely to be relevant
+FEWEST = 100  # rows that are adapted at all
 CENTRES, ROWS_PER_CENTRE = 8, 300
 SHARPNESS = 10.0
 RIDGE = 0.3  # of the mean variance, added to all: no direction counts without limit
@@ -35,6 +37,7 @@ PRIOR, CENTRE_PRIOR = 8, 4
 SAMPLE = 20_000  # rows whose neighbors are looked at, at most; fewer in wide spaces, where each costs more
 SAMPLE_WORK, SMALLEST_SAMPLE = 10**12, 8_000
 ROUNDS = 10  # of k-means
+NO_DIFFERENCE = 1e-14  # mean square of a difference below which it is that of rounding to float32: rows are equal
 SEARCHED_BYTES = 64 << 20  # of sampled vectors that are searched at once
 
 
@@ -48,7 +51,7 @@ class Adaptation:
 
     def __post_init__(self) -> None:
         c, dim = self.centres.shape if self.centres.ndim == 2 else (0, 0)
-        if not c or self.maps.shape != (c, dim, dim):
+        if not c * dim or self.maps.shape != (c, dim, dim):
             raise LattqeError(f"centres of shape {self.centres.shape} do not fit maps of shape {self.maps.shape}")
 
     @property
@@ -63,13 +66,15 @@ class Adaptation:
 
     def apply(self, x: np.ndarray, dtype: str = "float32") -> np.ndarray:
         """Unit vectors (n, D) of the collection's kind → adapted unit vectors (n, D) in `dtype`."""
+        x = np.asarray(x)
         if x.ndim != 2 or x.shape[1] != self.input_dim:
             raise LattqeError(f"vectors of shape {x.shape} do not fit an adaptation to {self.input_dim} columns")
         x = x.astype(np.float32)
-        shares = _shares(x, self.centres)
         total = np.zeros_like(x)
-        for centre, matrix in enumerate(self.maps):
-            total += shares[:, centre, None] * (x @ matrix)
+        with np.errstate(invalid="ignore", over="ignore"):  # rows that are not finite are refused below
+            shares = _shares(x, self.centres)
+            for centre, matrix in enumerate(self.maps):
+                total += shares[:, centre, None] * (x @ matrix)
         out, good = normalised(total, dtype)
         if not good.all():
             raise LattqeError(f"row {int(np.flatnonzero(~good)[0])} of {len(x)} has no direction after adaptation")
@@ -83,9 +88,24 @@ class Adaptation:
     def load(cls, uri: str) -> tuple["Adaptation", Manifest]:
         """Open a stored adaptation."""
         tensors, config, _, manifest = load_model(uri)
+        return cls.of_model(uri, tensors, config), manifest
+
+    @classmethod
+    def of_model(cls, uri: str, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> "Adaptation":
+        """What a stored model holds; one that is no adaptation, or not what it says it is, is refused."""
         if config.get("kind") != KIND or set(tensors) != {"centres", "maps"}:
             raise LattqeError(f"{uri} is a model, but not an adaptation: `lattqe augment` makes those")
-        return cls(tensors["centres"], tensors["maps"], config), manifest
+        for name, tensor in tensors.items():
+            if tensor.dtype != np.float32:
+                raise CorruptDataError(f"{uri}: tensor {name!r} holds {tensor.dtype}, not float32")
+            if not np.isfinite(tensor).all():
+                raise CorruptDataError(f"{uri}: tensor {name!r} holds NaN or infinity")
+        space = cls(tensors["centres"], tensors["maps"], config)
+        if config.get("centres") != len(space.centres):
+            raise CorruptDataError(
+                f"{uri}: its config says {config.get('centres')} centres, it has {len(space.centres)}"
+            )
+        return space
 
 
 def sample_rows(rows: int, dim: int) -> np.ndarray:
@@ -98,13 +118,12 @@ def sample_rows(rows: int, dim: int) -> np.ndarray:
 
 def adapt_to(index: Index) -> Adaptation:
     """The adaptation to the rows of an index, in this process or in shards: from the nearest rows of a sample."""
-    rows = sample_rows(index.rows, index.dim)
-    t = min(NEAR, index.rows - 1)
-    if t < 1:
+    if index.rows < FEWEST:
         return _unchanged(index.dim, index.rows)
+    rows = sample_rows(index.rows, index.dim)
     x = index.gather(rows)
-    near = [nearest(index, x[some], t, rows[some])[1] for some in blocks(len(rows), index.dim * 4, SEARCHED_BYTES)]
-    neighbors = index.gather(np.concatenate(near).ravel()).reshape(len(x), t, -1)
+    near = [nearest(index, x[some], NEAR, rows[some])[1] for some in blocks(len(rows), index.dim * 4, SEARCHED_BYTES)]
+    neighbors = index.gather(np.concatenate(near).ravel()).reshape(len(x), NEAR, -1)
     with threadpool_limits(1):  # the last bits depend on how many threads add up
         return learn(x, neighbors, index.rows)
 
@@ -123,7 +142,7 @@ def learn(x: np.ndarray, near: np.ndarray, rows: int) -> Adaptation:
     counts = near.shape[1] * shares.sum(axis=0, dtype=np.float64)
     whole, count = np.sum(scatters, axis=0), counts.sum()
     plain = np.eye(dim) * np.trace(whole) / max(dim * count, 1)
-    if not np.trace(plain) > 0:  # no two rows differ
+    if not np.trace(plain) > NO_DIFFERENCE:
         return _unchanged(dim, rows)
     whole = (whole + PRIOR * dim * plain) / (count + PRIOR * dim)
     maps = np.empty((len(centres), dim, dim), dtype=np.float32)

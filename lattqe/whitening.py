@@ -77,9 +77,14 @@ class Whitening:
     def load(cls, uri: str) -> tuple["Whitening", Manifest]:
         """Open a stored whitening."""
         tensors, config, _, manifest = load_model(uri)
+        return cls.of_model(uri, tensors, config), manifest
+
+    @classmethod
+    def of_model(cls, uri: str, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> "Whitening":
+        """What a stored model holds; one that is no whitening is refused."""
         if config.get("kind") != KIND or set(tensors) != {"mean", "projection"}:
             raise LattqeError(f"{uri} is a model, but not a whitening: make one with `lattqe whiten learn`")
-        return cls(tensors["mean"], tensors["projection"], config), manifest
+        return cls(tensors["mean"], tensors["projection"], config)
 
 
 @dataclass(frozen=True)
@@ -240,8 +245,9 @@ def _config(method: str, rows: int, values: np.ndarray, kept: int) -> dict[str, 
 
 def load_map(uri: str) -> tuple[Whitening | Adaptation, Manifest]:
     """What turns vectors into others: a stored whitening, or the adaptation of an index."""
-    kind = load_model(uri)[1].get("kind")
-    return Adaptation.load(uri) if kind == adaptation.KIND else Whitening.load(uri)
+    tensors, config, _, manifest = load_model(uri)
+    kind = Adaptation if config.get("kind") == adaptation.KIND else Whitening
+    return kind.of_model(uri, tensors, config), manifest
 
 
 def begin_whitened(features: FeatureSet, whitening_uri: str, to: str, dtype: str | None = None) -> Pending:

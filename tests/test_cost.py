@@ -24,6 +24,7 @@ import jobs.train
 from cluster.benchmark import Bench, plan_cells
 from cluster.graph import Progress
 from cluster.graph_worker import GraphWorker
+from lattqe import adaptation
 from lattqe.cost import Cost, Machines, cut_rows, graph_of_pairs
 from lattqe.cost.augment import weighing
 from lattqe.cost.plans import Rows, Setting, parse_assumption
@@ -82,6 +83,8 @@ def jobs_of(base, queries):
         (jobs.neighbors.app, (features, "-k", K, "--to", graph)),
         (jobs.augment.app, (features, *dba, "--to", index)),
         (jobs.augment.app, (features, *dba, "--hops", 3, "--to", f"{base}/hopped")),
+        (jobs.augment.app, (features, *dba[:-2], "--to", f"{base}/with-its-graph")),
+        (jobs.augment.app, (features, *dba[:-2], "--adapt", "--to", f"{base}/adapted")),
         (jobs.search.app, (index, queries, "-k", 10, "--expand", "alphaqe", "--nqe", 5, "--to", f"{base}/ranks")),
     ]
 
@@ -98,6 +101,23 @@ def test_bytes_and_products_are_as_planned(tmp_path, capsys, rows, part_bytes):
         check(plan["stages"], counted)
         if job is jobs.neighbors.app:
             assert plan["stages"][0]["products"] == pytest.approx(done["products_made"], rel=0.05)
+
+
+def test_an_adaptation_compares_as_many_rows_as_planned(tmp_path, capsys, monkeypatch):
+    features, met, real = write(f"{tmp_path}/features", 1500, 1 << 16), [], adaptation.nearest
+
+    def counting(index, x, *more):
+        met.append(len(x) * index.rows)
+        return real(index, x, *more)
+
+    for name, value in (("nearest", counting), ("SAMPLE", 600), ("SMALLEST_SAMPLE", 10), ("SEARCHED_BYTES", 10_000)):
+        monkeypatch.setattr(adaptation, name, value)
+    arguments = (features.uri, "--method", "alphaqe", "-k", 10, "--adapt", "--to", f"{tmp_path}/index")
+    stage = run(capsys, jobs.augment.app, *arguments, "--plan")[0]["stages"][0]
+    assert stage["stage"] == "adaptation"
+    run(capsys, jobs.augment.app, *arguments)
+    assert len(met) > 1
+    assert stage["products"] == sum(met) == 600 * 1500
 
 
 def test_requests_to_s3_are_as_planned(s3_uri, capsys):

@@ -26,13 +26,14 @@ from lattqe.training.validation import ValidationSet, validate, validate_dba
 
 DIM, ROWS, QUERIES, K, LISTED = 24, 400, 40, 6, 15
 BOUND = 1e-4  # of a network's vectors: what its fast inference promises
-METHODS = ("aqe", "aqewd", "alphaqe", "dqe", "content", "relational")
+NETWORKS = ("content", "relational", "gated")  # the last was trained for spaces that are adapted to their rows
+METHODS = ("aqe", "aqewd", "alphaqe", "dqe", *NETWORKS)
 OPTIONS = {"alphaqe": {"alpha": 2.0}, "dqe": {"C": 0.5, "negatives": 7}}
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A labelled database with queries around the same centres, duplicates among the rows, and two networks."""
+    """A labelled database with queries around the same centres, duplicates among the rows, and three networks."""
     folder = tmp_path_factory.mktemp("road")
     rng = np.random.default_rng(5)
     centres = rng.normal(size=(20, DIM))
@@ -48,8 +49,13 @@ def world(tmp_path_factory):
     relational = LAttQE(LAttQEConfig(dim=DIM, width=16, heads=4, layers=1, max_k=16, relational=True, background=64))
     for layer in (relational.head.weight, relational.head.beta):
         torch.nn.init.normal_(layer.weight, std=0.5)
-    for name, network in (("content", content), ("relational", relational)):
-        network.eval().save(str(folder / name))
+    reads = {"relational": True, "relation_bias": True, "gated": True, "visual": False, "background": 32}
+    gated = LAttQE(LAttQEConfig(dim=DIM, width=16, heads=2, layers=1, max_k=16, **reads))
+    with torch.no_grad():
+        for parameter in gated.head.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    for name, network in zip(NETWORKS, (content, relational, gated)):
+        network.eval().save(str(folder / name), {"adapt": True} if name == "gated" else {})
     return folder
 
 
@@ -57,9 +63,15 @@ def arrays(world):
     return FeatureSet.open(str(world / "queries")).read(), FeatureSet.open(str(world / "database")).read()
 
 
+def augmentable(world, name):
+    """The rows as `lattqe augment` takes them: in a space adapted to them, where the method was trained for that."""
+    xb = arrays(world)[1]
+    return lattqe.adapt(xb).apply(xb) if name == "gated" else xb
+
+
 def given(world, name):
     """The method's name and parameters."""
-    if name in ("content", "relational"):
+    if name in NETWORKS:
         return "lattqe", {"model": str(world / name)}
     return name, OPTIONS.get(name, {})
 
@@ -79,7 +91,7 @@ def twin(world, name, x, xb, own=None):
     scores = xb.astype(np.float64) @ x.astype(np.float64)
     order = np.lexsort((np.arange(len(xb)), -scores))
     order = order[order != own] if own is not None else order
-    if name in ("content", "relational"):
+    if name in NETWORKS:
         network = LAttQE.load(str(world / name))
         items = np.concatenate([x[None], xb[order[: network.depth(K)]]])
         with torch.no_grad():
@@ -98,12 +110,12 @@ def twin(world, name, x, xb, own=None):
 def case(request, world):
     """A method, and what the loop gives for all queries and for every fifth row."""
     xq, xb = arrays(world)
-    rows = np.arange(0, ROWS, 5)
+    rows, adapted = np.arange(0, ROWS, 5), augmentable(world, request.param)
     return (
         request.param,
         np.stack([twin(world, request.param, x, xb) for x in xq]),
         rows,
-        np.stack([twin(world, request.param, xb[row], xb, own=row) for row in rows]),
+        np.stack([twin(world, request.param, adapted[row], adapted, own=row) for row in rows]),
     )
 
 
@@ -112,7 +124,8 @@ def test_the_python_api_is_the_loop(world, case):
     xq, xb = arrays(world)
     method, params = given(world, name)
     np.testing.assert_allclose(lattqe.expand(xq, xb, method, K, **params), queries, atol=BOUND)
-    np.testing.assert_allclose(lattqe.augment(xb, method, K, **params)[rows], augmented, atol=BOUND)
+    rows_made = lattqe.augment(augmentable(world, name), method, K, **params)
+    np.testing.assert_allclose(rows_made[rows], augmented, atol=BOUND)
 
 
 @pytest.mark.ray
@@ -184,7 +197,8 @@ def test_augment_is_the_python_api_and_verify_agrees(world, case, tmp_path):
         *options(world, name),
     )
     index = FeatureSet.open(str(tmp_path / "index"))
-    np.testing.assert_allclose(index.read(), lattqe.augment(arrays(world)[1], method, K, **params), atol=BOUND)
+    assert ("adaptation" in index.manifest.inputs) == (name == "gated")
+    np.testing.assert_allclose(index.read(), lattqe.augment(augmentable(world, name), method, K, **params), atol=BOUND)
     assert "recomputed" in call(verify_app, tmp_path / "index", "--recompute", ROWS)
 
 
@@ -202,7 +216,25 @@ def test_a_benchmark_cell_is_the_python_api(world, case, index):
         np.testing.assert_array_equal(measured[Pipeline(qe=setting(world, name, k))].scores[0].ap, expected.ap)
 
 
-@pytest.mark.parametrize("name", ["content", "relational"])
+def test_queries_of_an_adapted_index_go_through_its_space(world, tmp_path):
+    """Search by the verb, by the API from its address, and the loop in the adapted space: one ranking."""
+    index, model = tmp_path / "index", str(world / "gated")
+    call(jobs.augment.app, world / "database", "--to", index, "--model", model, "-k", K)
+    expand = ("--expand", "lattqe", "--model", model, "--nqe", K)
+    call(jobs.search.app, index, world / "queries", "-k", LISTED, "--to", tmp_path / "ranks", *expand)
+    ids, scores = Ranks.open(str(tmp_path / "ranks")).read()
+    xq, xb = arrays(world)
+    there = lattqe.search(xq, str(index), LISTED, expand="lattqe", nqe=K, model=model)
+    np.testing.assert_array_equal(ids, there.I)
+    np.testing.assert_array_equal(scores, there.D)
+    queries, rows = lattqe.adapt(xb).apply(xq), FeatureSet.open(str(index)).read()
+    of_loop = np.stack([twin(world, "gated", x, rows) for x in queries]).astype(np.float64) @ rows.T.astype(np.float64)
+    np.testing.assert_allclose(
+        np.take_along_axis(of_loop, ids, axis=1), -np.sort(-of_loop, axis=1)[:, :LISTED], atol=10 * BOUND
+    )
+
+
+@pytest.mark.parametrize("name", NETWORKS)
 def test_validation_is_the_python_api(world, name):
     network = LAttQE.load(str(world / name))
     xq, xb = arrays(world)
@@ -217,8 +249,11 @@ def test_validation_is_the_python_api(world, name):
     found = validate(network, [one], (K, 2 * K), Team())
     for k in (K, 2 * K):
         assert found[str(k)]["one"] == pytest.approx(mean_ap(lattqe.expand(xq, xb, "lattqe", k, model=network), xb))
+    if name == "gated":
+        space = lattqe.adapt(xb)
+        xq, xb = space.apply(xq), space.apply(xb)
     index = lattqe.augment(xb, "lattqe", K, model=network)
-    with_dba = validate_dba(network, [one], (K,), (4,), Team())[str(K)]
+    with_dba = validate_dba(network, [one], (K,), (4,), Team(), adapt=name == "gated")[str(K)]
     assert with_dba["0"] == pytest.approx(mean_ap(xq, index), abs=0.1)  # shared products move the last bits
     assert with_dba["4"] == pytest.approx(mean_ap(lattqe.expand(xq, index, "lattqe", 4, model=network), index), abs=0.1)
 

@@ -107,11 +107,17 @@ def reusable_rows(before: np.ndarray, after: np.ndarray, old: np.ndarray) -> np.
 
 
 def adapted_newcomers(old_index: FeatureSet, new: FeatureSet | None, to: str) -> FeatureSet | None:
-    """Rows that join, in the space of the index that they join, which the new index in `to` keeps."""
+    """Rows that join, in the space of the index that they join, which the new index in `to` keeps.
+
+    Rows of another space are refused before anything is written.
+    """
+    needed = None if new is None else adaptation_for(old_index, new)
+    if ADAPTATION not in old_index.manifest.inputs:
+        return new
     space = f"{to.rstrip('/')}/{ADAPTATION}"
     tensors, config, metrics, manifest = load_model(find_input(old_index, ADAPTATION, ADAPTATION))
     save_model(space, tensors, config, metrics, manifest.inputs)
-    if new is None or adaptation_for(old_index, new) is None:
+    if new is None or needed is None:
         return new
     arrivals = f"{to.rstrip('/')}/{ARRIVALS}"
     whiten_features(new, space, arrivals)

@@ -6,7 +6,7 @@ Machines that are not there come in words: `--assume "nodes=16,gpus=1"`, or as t
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,9 @@ from lattqe.cost import stages
 from lattqe.cost.augment import Weighing, augmentation, hops, weighing_of
 from lattqe.cost.graph import graph_here
 from lattqe.cost.rows import graph_on_ray
-from lattqe.cost.work import GB, Machines, Stored, Work
+from lattqe.cost.work import ARROW_BYTES, GB, LOOK, PUT, Machines, Stored, Work
 from lattqe.errors import LattqeError
+from lattqe.store.manifest import NOMINAL_ID_BYTES, part_row_counts
 from lattqe.store.parts import RESIDENT_BYTES
 
 if TYPE_CHECKING:
@@ -152,6 +153,13 @@ class Rows:
         """A set that is not there."""
         return cls(Stored.kind("features", rows, dim=dim, dtype=dtype), dim, np.dtype(dtype).itemsize)
 
+    def rewritten(self) -> "Rows":
+        """The same rows, with what stands beside their vectors, in parts of the usual size."""
+        rows, vector = self.stored.rows, self.dim * self.itemsize
+        row = max(self.stored.bytes - ARROW_BYTES * self.stored.parts, 0) // max(rows, 1)
+        stored = Stored.planned(part_row_counts(rows, vector + NOMINAL_ID_BYTES), max(row, vector))
+        return replace(self, stored=stored)
+
     @property
     def vector_bytes(self) -> int:
         """Of the vectors alone."""
@@ -213,9 +221,17 @@ def augment(
     """The adaptation, if any; the graph, unless it is given; the index, or of several hops the edges and the hops."""
     found = []
     if adapt:
-        found.append(stages.adaptation(rows.stored, rows.dim, where.machines, itemsize=rows.itemsize, here=where.here))
+        adapted = rows.rewritten()
+        found.append(
+            stages.adaptation(
+                rows.stored, adapted.stored, rows.dim, where.machines, itemsize=rows.itemsize, here=where.here
+            )
+        )
+        rows = adapted
     if graph is None:
-        found.append(neighbors([rows], weighs.depth, where))
+        work = neighbors([rows], weighs.depth, where)
+        # Its destination is claimed twice: to see whether it is there, and to make it.
+        found.append(replace(work, requests=work.requests + LOOK + PUT))
         graph = Stored.kind("neighbors", rows.stored.rows, k=weighs.depth)
     shards = needs_shards(rows, where) if shards is None else shards
     fetched = rows.remote and not where.cached

@@ -15,14 +15,17 @@ from lattqe.cost.work import (
     CLAIM_BYTES,
     DELETE,
     LOOK,
+    MANIFEST_BYTES,
     MISSING,
     OPEN,
+    PART_ENTRY,
     PART_QUERIES,
     PUT,
     Machines,
     Requests,
     Stored,
     Work,
+    claim,
 )
 from lattqe.model.config import LAttQEConfig
 from lattqe.search.approximate import (
@@ -41,6 +44,7 @@ IMPORT_VALUES_PER_SECOND = 120e6
 # Clusters that a row of an approximate graph searches, as rows like photographs took for a recall of 0.95, and by how
 # much clusters of unequal size have more pairs than equal ones: benchmarks/approximate.py.
 ASSUMED_SEARCHED, UNEVEN = 14, 1.2
+MAPS_BYTES = 300  # of stored maps beside their numbers
 BACKWARD = 3  # times the work of going forward that an update of a network takes: forward, and back for both factors
 
 
@@ -101,31 +105,55 @@ def measuring(rows: int, queries: int, dim: int, cells: int, machines: Machines)
     )
 
 
-def adaptation(features: Stored, dim: int, machines: Machines, *, itemsize: int = 2, here: bool = True) -> Work:
-    """A sample of the rows meets all rows, then every row goes through the maps of all centres."""
+def adaptation(
+    features: Stored, adapted: Stored, dim: int, machines: Machines, *, itemsize: int = 2, here: bool = True
+) -> Work:
+    """A sample of the rows meets all rows, then every row goes through the maps of all centres.
+
+    Features are read once to learn and once to be mapped; each worker that maps opens the stored maps.
+    """
     rows = features.rows
     sampled, centres = len(sample_rows(rows, dim)), max(min(CENTRES, rows // ROWS_PER_CENTRE), 1)
-    products, shards = sampled * rows, 1 if here else machines.workers
-    maps = 4 * centres * dim * (dim + 1)
+    products, holders = sampled * rows, 1 if here else machines.workers
+    maps = Stored((0, 0, 0), (MAPS_BYTES + 4 * centres * dim * (dim + 1), 0, 0), MANIFEST_BYTES + 3 * PART_ENTRY)
+    loads = 1 + holders  # of the maps: by whom they are handed out, and by each worker
     learning, mapping = (2.0 * count * centres * dim * dim for count in (sampled * NEAR, rows))
+    opens = 1 if here else 2 * holders
+    vectors = 3 * sampled * NEAR * dim * 4  # neighbors, their differences, and these weighted
     return Work(
         "adaptation",
         rows,
         products,
         2.0 * products * dim + learning + mapping,
-        2 * (features.bytes + features.manifest) + maps * shards,
-        features.written + maps,
+        2 * features.bytes
+        + opens * features.manifest
+        + adapted.manifest
+        + loads * (maps.bytes + maps.manifest)
+        # What was stored is read again before it is published.
+        + maps.bytes,
+        adapted.written + maps.bytes + CLAIM_BYTES + maps.manifest,
         requests=features.loading() * 2
-        + OPEN * (2 + 2 * shards)
-        + features.publishing()
+        + (maps.loading() + OPEN) * loads
+        + OPEN * (1 + opens)
+        + ATTACH * holders
+        + LOOK
+        + adapted.publishing()
+        # The maps: a look whether they are there, the claim, three files read again, the manifest, the claim removed.
         + MISSING
-        + PUT * 5
-        + LOOK * 2,
+        + claim()
+        + PUT * 3
+        + maps.loading()
+        + PUT * 2
+        + LOOK
+        + DELETE,
         # One thread learns, each worker maps with one.
         worker_seconds=products * product_seconds(dim, machines)
         + (learning * machines.workers + mapping) / (machines.gflops * 1e9),
-        worker_bytes=BASE_BYTES + -(-rows // shards) * dim * (itemsize + 4) + 3 * maps + 2 * max(features.part_bytes),
-        stored=features.bytes + maps,
+        worker_bytes=BASE_BYTES
+        + -(-rows // holders) * dim * (itemsize + 4)
+        + max(vectors, 2 * max(adapted.part_bytes))
+        + 3 * maps.bytes,
+        stored=adapted.bytes + maps.bytes,
         facts={"rows looked at": f"{sampled:,}", "centres": f"{centres}"},
     )
 

@@ -103,6 +103,7 @@ class TrainingConfig:
     choose_qe: tuple[int, ...] = (4, 8, 16, 32, 48, 64, 96, 128)  # nQE is chosen among these
     choose_dba: tuple[int, ...] = (4, 8, 16, 32, 48, 64)  # and nDBA among these
     choose_hops: tuple[int, ...] = (1,)  # and the number of hops among these
+    adapt: bool = False  # in databases that are adapted to their collection first, as the model's users then do
     validate_densities: tuple[int, ...] = ()  # relevant images to which validation sets are also cut, the other sets
     #                                           being distractors; the mean over all of these decides
     validate_widths: tuple[int, ...] = ()  # first columns at which that is done; none: all of them

@@ -315,7 +315,7 @@ def _altered(
 
 def _adapted(rng: np.random.Generator, x: NDArray[np.float32], often: float) -> NDArray[np.float32]:
     """Unit vectors (m, D) adapted to themselves in that share of the worlds, as those of an augmented index are."""
-    if rng.random() >= often or len(x) <= adaptation.NEAR:
+    if rng.random() >= often or len(x) < adaptation.FEWEST:
         return x
     rows = np.sort(rng.permutation(len(x))[:ADAPTED_SAMPLE])
     vectors = torch.from_numpy(x)

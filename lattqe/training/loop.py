@@ -220,7 +220,7 @@ class Training:
         hops = self.config.choose_hops
         self._tell(self.total, f"choosing nDBA among {len(dba)} and hops among {len(hops)} with nQE among {len(qe)}")
         with_dba = validation.validate_dba(
-            network, self.to_augment, dba, qe, self.team, hops, adapt=self.config.adapted > 0
+            network, self.to_augment, dba, qe, self.team, hops, adapt=self.config.adapt
         )
         n_qe = max(alone, key=lambda k: alone[k]["mean"])
         _, n_dba, n_hops, n_qe_dba = max(
@@ -229,7 +229,7 @@ class Training:
         chosen = {"nqe": int(n_qe), "ndba": int(n_dba), "nqe_with_dba": int(n_qe_dba)}
         if hops != (1,):
             chosen["hops"] = n_hops
-        if self.config.adapted:
+        if self.config.adapt:
             chosen["adapt"] = True
         return {
             **chosen,

@@ -80,7 +80,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "world_rows": 6_000,
         "clusters": 0.1,
         "ordinary": 0.55,
-        "adapted": 0.5,
         "hop_every": 3,
         "hop_rows": 600,
         "hop_k": 40,
@@ -110,6 +109,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "choose_qe": (64, 128),
         "choose_dba": (32,),
         "choose_hops": (4, 8),
+        "adapt": True,
     },
     # A relational network small enough for a demonstration: a minute on two cores.
     "demo": {

@@ -14,6 +14,7 @@ import scipy.io
 import torch
 from PIL import Image
 
+from lattqe.adaptation import learn
 from lattqe.benchmark.cells import Cell, Measured
 from lattqe.evaluation import LabelTruth, score_ranking
 from lattqe.model import LAttQE
@@ -272,4 +273,5 @@ def make_things(folder: Path) -> list[Path]:
             background=4,
         )
     ).save(str(folder / "network"), {"nqe": 2, "ndba": 2, "nqe_with_dba": 2})
-    return [folder / name for name in ("features", "graph", "ranks", "model", "network")]
+    learn(np.repeat(X, 2, axis=0), np.repeat(X[::-1], 2, axis=0)[:, None], 12).save(str(folder / "adaptation"))
+    return [folder / name for name in ("features", "graph", "ranks", "model", "network", "adaptation")]

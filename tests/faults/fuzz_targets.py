@@ -29,6 +29,7 @@ from fuzz_seeds import (
     truth_seeds,
 )
 
+from lattqe.adaptation import Adaptation
 from lattqe.benchmark.cells import Measured
 from lattqe.benchmark.runfile import load_run, parse_run
 from lattqe.datasets.labelled import load_photos, load_sfm120k
@@ -126,6 +127,9 @@ class Truth:
             check(all(0 <= row < len(truth.imlist) for row in rows), "a row outside of the database")
 
 
+MODELS = {"network": LAttQE.load, "adaptation": lambda uri: Adaptation.load(uri)[0].apply(X), "model": load_model}
+
+
 class Stored:
     """A stored artifact with a damaged manifest or part; half of them with checksums made to fit the damage."""
 
@@ -165,10 +169,8 @@ class Stored:
         elif isinstance(opened, NeighborGraph):
             rows, scores = opened.read()
             check(rows.shape == scores.shape == (opened.rows, opened.k), "a graph of another shape")
-        elif self.original.name == "network":
-            LAttQE.load(str(artifact))
-        elif opened.manifest.kind == "model":
-            load_model(str(artifact))
+        elif self.original.name in MODELS:
+            MODELS[self.original.name](str(artifact))
         verify_artifact(str(artifact))
         if not may_differ:
             original = open_artifact(str(self.original)).manifest

@@ -6,12 +6,18 @@ import numpy as np
 import pytest
 import torch
 
+from lattqe import adaptation
+from lattqe.adaptation import adapt_to
 from lattqe.errors import LattqeError
 from lattqe.evaluation.truth import keep_of_each
+from lattqe.expansion import create
 from lattqe.expansion.diffusion import hop as sparse_hop
 from lattqe.model import LAttQE
+from lattqe.search import FlatIndex
+from lattqe.store import load_model
+from lattqe.training import make, train
 from lattqe.training.checkpoint import Team
-from lattqe.training.densities import DensitySampler, _altered, _around, _clusters, unit_rows
+from lattqe.training.densities import DensitySampler, _adapted, _altered, _around, _clusters, unit_rows
 from lattqe.training.losses import hop
 from lattqe.training.plan import join
 from lattqe.training.presets import preset
@@ -247,6 +253,55 @@ def test_the_first_updates_meet_ordinary_spaces_alone(data, config):
     assert sum(is_ordinary(step) for step in range(30, 60)) < 15
 
 
+def test_a_share_of_the_worlds_is_adapted_and_a_step_decides_which(data, config):
+    plain, half, whole = (
+        DensitySampler(data, dataclasses.replace(config, adapted=share, altered=0.0, hop_every=0))
+        for share in (0.0, 0.5, 1.0)
+    )
+    again = DensitySampler(data, half.config)
+    changed = 0
+    for step in range(30):
+        worlds = [sampler.batch(step, slice(0, 8)).candidates for sampler in (plain, half, whole, again)]
+        assert torch.equal(worlds[1], worlds[3]), "a world is a function of the seed and the step"
+        assert not torch.equal(worlds[0], worlds[2])
+        assert torch.allclose(worlds[2].norm(dim=1), torch.ones(len(worlds[2])), atol=1e-4)
+        changed += not torch.equal(worlds[0], worlds[1])
+    assert 8 <= changed <= 22, "about half of 30"
+
+
+def test_an_adapted_world_is_what_the_adaptation_of_a_collection_gives(data):
+    x = unit_rows(data.vectors[:240])
+    made = _adapted(np.random.default_rng(0), x, often=1.0)
+    np.testing.assert_allclose(made, adapt_to(FlatIndex(x)).apply(x), atol=1e-4)
+    assert _adapted(np.random.default_rng(0), x, often=0.0) is x
+    few = x[: adaptation.NEAR]
+    assert _adapted(np.random.default_rng(0), few, often=1.0) is few, "too few to have neighbors"
+
+
+def test_a_model_trained_in_adapted_spaces_says_so(sets, tmp_path):
+    short = [
+        "steps=3",
+        "hop_every=0",
+        "validate_shift=0",
+        "warmup=0",
+        "validate_every=3",
+        "checkpoint_every=3",
+        "validate_k=4",
+        "validate_densities=1",
+    ]
+    choose = ["validate_widths=16", "choose_qe=4", "choose_dba=4", "choose_hops=1", "network.max_k=16"]
+    for adapt, said in ((True, True), (False, None)):
+        config = preset("universal", 16, [*SMALL, *short, *choose, f"adapt={adapt}", "adapted=0.5"])
+        to = str(tmp_path / f"model-{adapt}")
+        plan = make(to, config, [sets["a"], sets["b"]], [(sets["database"], sets["queries"])])
+        plan.claim()
+        train(plan)
+        metrics = load_model(to)[2]
+        assert metrics.get("adapt") is said
+        assert metrics["chosen"].get("adapt") is said
+        assert create("lattqe", model=to).adapts is bool(said)
+
+
 def test_altered_spaces_are_unit_vectors_without_nan():
     x = np.random.default_rng(0).standard_normal((50, 16)).astype(np.float32)
     x[3] = 0
@@ -263,6 +318,7 @@ def test_settings_that_do_not_fit_are_refused():
         ("sampler=tuples", "learns from worlds"),
         ("validate_densities=0", "whole numbers from 1"),
         ("altered=1.5", "from 0 to 1"),
+        ("adapted=-0.1", "from 0 to 1"),
         ("clusters=1", "a share from 0 to below 1"),
         ("validate_shift=-1", "a number from 0"),
     ):
