@@ -219,9 +219,7 @@ class Training:
         alone = validation.validate(network, self.sets, qe, self.team)
         hops = self.config.choose_hops
         self._tell(self.total, f"choosing nDBA among {len(dba)} and hops among {len(hops)} with nQE among {len(qe)}")
-        with_dba = validation.validate_dba(
-            network, self.to_augment, dba, qe, self.team, hops, adapt=self.config.adapt
-        )
+        with_dba = validation.validate_dba(network, self.to_augment, dba, qe, self.team, hops, adapt=self.config.adapt)
         n_qe = max(alone, key=lambda k: alone[k]["mean"])
         _, n_dba, n_hops, n_qe_dba = max(
             (with_dba[validation.setting_name(m, h)][str(k)], m, h, k) for m in dba for h in hops for k in qe

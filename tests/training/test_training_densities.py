@@ -263,7 +263,7 @@ def test_a_share_of_the_worlds_is_adapted_and_a_step_decides_which(data, config)
     for step in range(30):
         worlds = [sampler.batch(step, slice(0, 8)).candidates for sampler in (plain, half, whole, again)]
         assert torch.equal(worlds[1], worlds[3]), "a world is a function of the seed and the step"
-        assert not torch.equal(worlds[0], worlds[2])
+        assert torch.equal(worlds[0], worlds[2]) == (len(worlds[0]) < adaptation.FEWEST)
         assert torch.allclose(worlds[2].norm(dim=1), torch.ones(len(worlds[2])), atol=1e-4)
         changed += not torch.equal(worlds[0], worlds[1])
     assert 8 <= changed <= 22, "about half of 30"
@@ -274,8 +274,8 @@ def test_an_adapted_world_is_what_the_adaptation_of_a_collection_gives(data):
     made = _adapted(np.random.default_rng(0), x, often=1.0)
     np.testing.assert_allclose(made, adapt_to(FlatIndex(x)).apply(x), atol=1e-4)
     assert _adapted(np.random.default_rng(0), x, often=0.0) is x
-    few = x[: adaptation.NEAR]
-    assert _adapted(np.random.default_rng(0), few, often=1.0) is few, "too few to have neighbors"
+    few = x[: adaptation.FEWEST - 1]
+    assert _adapted(np.random.default_rng(0), few, often=1.0) is few, "too few to learn from"
 
 
 def test_a_model_trained_in_adapted_spaces_says_so(sets, tmp_path):
