@@ -186,6 +186,8 @@ def _checked(db: Mapping[str, Any]) -> SfmHalf:
     missing = [key for key in ("cids", "cluster", "qidxs", "pidxs") if key not in db]
     if missing:
         raise LattqeError(f"key {missing[0]!r} is missing; expected cids, cluster, qidxs and pidxs")
+    if not isinstance(db["cids"], (Sequence, np.ndarray)) or getattr(db["cids"], "ndim", 1) != 1:
+        raise LattqeError(f"cids must be a list of names, found {db['cids']!r:.60}")
     ids = tuple(str(name) for name in db["cids"])
     if not ids or len(set(ids)) < len(ids):
         raise LattqeError(f"cids must be distinct names, found {len(ids)} with {len(set(ids))} distinct")

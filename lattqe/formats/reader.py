@@ -6,6 +6,7 @@ Ids and labels come as values of any kind, or from the files that stand beside a
 import csv
 import importlib
 import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -286,6 +287,10 @@ def _flat(values: Any, name: str) -> list[Any]:
             values = values.ravel()
         if values.ndim != 1 or values.dtype.kind not in "iubSUO":
             raise LattqeError(f"{name} has shape {values.shape} of {values.dtype}: {NEEDED}")
+        if values.dtype.kind == "U" and values.dtype.itemsize:  # Python has no texts of numbers beyond Unicode
+            codes = np.ascontiguousarray(values).view(f"{values.dtype.str[0]}u4").reshape(len(values), -1)
+            if (beyond := (codes > sys.maxunicode).any(axis=1)).any():
+                raise LattqeError(f"{name}: row {int(beyond.argmax())} is not valid Unicode")
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
         raise LattqeError(f"{name} holds a {type(values).__name__}: {NEEDED}")
@@ -302,10 +307,12 @@ def _text(value: Any, name: str, row: int) -> str:
         raise LattqeError(f"{name}: row {row} is a {type(value).__name__}; text or a whole number is needed")
     text = str(value)
     if not text.isascii():
-        try:  # there and back: numpy makes texts of numbers beyond Unicode, and Python encodes them
-            text.encode("utf-8").decode("utf-8")
+        try:  # there and back: numpy makes texts of numbers beyond Unicode, and Python encodes them, or others for them
+            valid = text.encode("utf-8").decode("utf-8") == text
         except UnicodeError:
-            raise LattqeError(f"{name}: row {row} is not valid Unicode") from None
+            valid = False
+        if not valid:
+            raise LattqeError(f"{name}: row {row} is not valid Unicode")
     return text
 
 

@@ -236,6 +236,8 @@ def open_source(
     _check_dims(readers)
     total = sum(reader.rows for reader in readers)
     dim = readers[0].dim
+    if total < 1 or dim < 1:
+        raise LattqeError(f"{readers[0].name} declares {total} rows of {dim} columns: it is empty or damaged")
     if columns is not None and not 1 <= columns <= dim:
         raise LattqeError(f"--columns {columns}: the vectors have {dim} columns")
     mask = selected_rows(total, rows, select)

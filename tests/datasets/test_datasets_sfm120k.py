@@ -32,6 +32,8 @@ def test_both_halves(tmp_path):
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"cids": None}, "key 'cids' is missing"),
+    ({"cids": 5}, "cids must be a list of names, found 5"),
+    ({"cids": np.array("a")}, "cids must be a list of names"),
     ({"cids": ["a", "b", "c", "d", "a"]}, "found 5 with 4 distinct"),
     ({"cluster": [1, 2]}, "2 clusters for 5 images"),
     ({"cluster": [-1, 2, 3, 4, 5]}, r"clusters must be 0 or more and fit int32, found -1..5"),

@@ -243,3 +243,25 @@ def test_files_without_names_take_none(files, tmp_path):
     (tmp_path / "x.pkl").write_bytes(pickle.dumps({f"image {row}": x for row, x in enumerate(X)}))
     with pytest.raises(LattqeError, match=r"maps each image to its vector: leave out --labels-key"):
         open_source(tmp_path / "x.pkl", labels_key="class")
+
+
+@pytest.mark.parametrize("code", [0x110000, 0x200041, 0x80000041, 0xFFFFFFFF])
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_texts_beyond_unicode_are_refused(files, tmp_path, code, order):
+    texts = np.full(len(X), ord("a"), dtype=f"{order}u4")
+    texts[4] = code
+    np.save(tmp_path / "labels.npy", texts.view(f"{order}U1"))
+    with pytest.raises(LattqeError, match="row 4 is not valid Unicode"):
+        open_source(files[0], labels=tmp_path / "labels.npy")
+
+
+def test_a_negative_number_of_columns_is_refused(tmp_path):
+    width, path = 7717, tmp_path / "x.arrow"
+    table = pa.table({"vector": pa.FixedSizeListArray.from_arrays(pa.array([0.5] * width, pa.float32()), width)})
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+    declared = np.array(width, "<i4").tobytes()
+    assert declared in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(declared, np.array(-65536, "<i4").tobytes()))
+    with pytest.raises(LattqeError, match="1 rows of -65536 columns: it is empty or damaged"):
+        open_source(path)
