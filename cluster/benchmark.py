@@ -19,8 +19,7 @@ from cluster import ROWS_HERE, runs_here
 from cluster import augmentation as on_ray
 from cluster.graph import build_graph, prepare_graph
 from cluster.shards import ShardedIndex
-from lattqe.adaptation import Adaptation
-from lattqe.augmentation import ADAPTATION, ADAPTED, Augmentation, adapt, adaptation_of, begin_index, build_index
+from lattqe.augmentation import ADAPTATION, ADAPTED, Augmentation, adapt, adaptation_for, begin_index, build_index
 from lattqe.benchmark.cells import Cell, Inputs, Measured, finished_graphs, measure, method_of
 from lattqe.benchmark.choosing import missing_cells
 from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting, graph_method
@@ -161,13 +160,14 @@ class Bench:
             self.place.write(f"{self.key(cell)}.json", measured.to_bytes(cell))
             on_done(cell)
 
-        with self._index(group[0]) as (index, space):
+        with self._index(group[0]) as (index, rows):
             xq = np.asarray(opened.queries.read(), dtype=np.float32)
-            xq = xq if space is None else space.apply(xq)
+            if (space := adaptation_for(rows, opened.queries)) is not None:
+                xq = space.apply(xq)
             measure(index, xq, opened.truth, list(by_pipeline), publish, opened.exclude)
 
-    def _index(self, cell: Cell) -> AbstractContextManager[tuple[Index, Adaptation | None]]:
-        """The index that a cell's queries search, and what they go through before."""
+    def _index(self, cell: Cell) -> AbstractContextManager[tuple[Index, FeatureSet]]:
+        """The index that a cell's queries search, and a set of its rows, whose space they must be in."""
         database = self.inputs[cell.dataset].database
         distractors = self.distractors[cell.dataset, cell.distractors] if cell.distractors is not None else None
         if cell.dba is None:
@@ -214,23 +214,18 @@ class Indexes:
         self.costs = open_place(f"{folder}/costs")
 
     @contextmanager
-    def original(
-        self, database: FeatureSet, distractors: FeatureSet | None
-    ) -> Iterator[tuple[Index, Adaptation | None]]:
+    def original(self, database: FeatureSet, distractors: FeatureSet | None) -> Iterator[tuple[Index, FeatureSet]]:
         """The rows as they are."""
         with self._open([each.uri for each in (database, distractors) if each is not None]) as index:
-            yield index, None
+            yield index, database
 
     @contextmanager
     def augmented(
         self, key: str, database: FeatureSet, distractors: FeatureSet | None, dba: Setting, graph_k: int
-    ) -> Iterator[tuple[Index, Adaptation | None]]:
-        """The rows expanded from their neighbors; `key` names the result, `graph_k` is how long the graph is to be.
-
-        With them, what queries must go through before they search.
-        """
+    ) -> Iterator[tuple[Index, FeatureSet]]:
+        """The rows expanded from their neighbors; `key` names the result, `graph_k` is how long the graph is to be."""
         if dba.method in GRAPH_METHODS:
-            yield self._propagated(key, [each for each in (database, distractors) if each is not None], dba), None
+            yield self._propagated(key, [each for each in (database, distractors) if each is not None], dba), database
             return
         features = database
         if distractors is not None:
@@ -250,7 +245,7 @@ class Indexes:
             seconds = {"graph": found - started, "augment": time.perf_counter() - found}
             self.costs.write(f"{key}.json", canonical_json(seconds))
         with self._open([to]) as index:
-            yield index, adaptation_of(FeatureSet.open(to))
+            yield index, FeatureSet.open(to)
         open_place(to).delete_tree()
 
     def _adapted(self, features: FeatureSet, to: str) -> FeatureSet:

@@ -280,17 +280,18 @@ def hypothetical(rows: "Rows", k: int, method: str | None, hops: int | None, whe
         if hops is not None:
             raise LattqeError("--hops needs --method: name the method whose weights are the edges")
         return [plans.neighbors([rows], k, where)]
-    number = hops or 1
+    number, adapt = hops or 1, False
     if method == "paper":
         weighs = weighing(rows.dim, 48, 48, LAttQEConfig(dim=rows.dim, heads=1))
     else:
         theta = create(method)
-        number = hops or theta.default_hops
+        number, adapt = hops or theta.default_hops, theta.adapts
         weighs = weighing_of(theta, theta.suggested_k(dba=True), rows.dim, rows.stored.rows)
     k = max(k, weighs.depth)
     graph = plans.neighbors([rows], k, where)
     stored = Stored.kind("neighbors", rows.stored.rows, k=k)
-    return [graph, *plans.augment(rows, weighs, number, where, graph=stored)]
+    works = plans.augment(rows, weighs, number, where, graph=stored, adapt=adapt)
+    return [*works[:adapt], graph, *works[adapt:]]  # the graph is that of adapted rows
 
 
 def read_size(text: str) -> tuple[int, int]:
