@@ -1,5 +1,7 @@
 """An adapted index and an adapted cell of a benchmark on Ray: the bytes and numbers of one process."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from benchmark_sets import small_run
@@ -12,6 +14,7 @@ from lattqe.benchmark.spec import Setting
 from lattqe.evaluation import evaluate
 from lattqe.search import FlatIndex
 from lattqe.store import FeatureSet, FeatureWriter, open_place, read_manifest
+from lattqe.whitening import whiten_features
 
 ALPHA = (("alpha", 2.0),)
 
@@ -68,3 +71,27 @@ def test_a_cell_of_an_adapted_collection_is_the_python_api(tmp_path, local_ray):
     plain = Cell("oxford", None, Setting("alphaqe", 4, ALPHA), Setting("alphaqe", 4, ALPHA))
     here.fill([plain], lambda cell: None)
     assert [one.to_dict() for one in here.lookup(plain).scores] != [one.to_dict() for one in found[0]]
+
+
+def test_queries_are_brought_into_the_space_of_adapted_rows_once(tmp_path):
+    run = small_run(tmp_path / "world")
+    opened, uri = Bench(run, str(tmp_path / "plain")).inputs["oxford"], f"{tmp_path}/space"
+    lattqe.adapt(opened.database.read()).save(uri)
+    whiten_features(opened.database, uri, f"{tmp_path}/database")
+    whiten_features(opened.queries, uri, f"{tmp_path}/queries")
+    (oxford,) = (each for each in run.datasets if each.name == "oxford")
+    cells = [Cell("oxford", None, dba, None) for dba in (None, Setting("alphaqe", 4, ALPHA))]
+    found = []
+    for queries in (oxford.queries, f"{tmp_path}/queries"):
+        adapted = replace(oxford, database=f"{tmp_path}/database", queries=queries)
+        bench = Bench(replace(run, datasets=(adapted,), distractors=()), f"{tmp_path}/{len(found)}")
+        bench.fill(cells, lambda cell: None)
+        found.append([one.ap for cell in cells for one in bench.lookup(cell).scores])
+    np.testing.assert_allclose(found[0], found[1], atol=1e-6)
+    expected = evaluate(
+        FlatIndex(FeatureSet.open(f"{tmp_path}/database").read()),
+        FeatureSet.open(f"{tmp_path}/queries").read(),
+        opened.truth,
+    )
+    for ours, theirs in zip(found[0], expected.values()):
+        np.testing.assert_allclose(ours, theirs.ap, atol=1e-6)
