@@ -29,7 +29,8 @@ from lattqe.store.features import normalised
 KIND = "adaptation"
 NEAR = 5  # neighbors of a row whose differences count: the first are the most likely to be relevant
 FEWEST = 100  # rows that are adapted at all
-CENTRES, ROWS_PER_CENTRE = 8, 300
+CENTRES, ROWS_PER_CENTRE = 8, 300  # at most, and at least; of wide spaces fewer, and more rows: see `centre_count`
+MAP_NUMBERS = 1 << 24  # of all maps together: 64 MiB, and as much to decompose as is done in a minute
 SHARPNESS = 10.0
 RIDGE = 0.3  # of the mean variance, added to all: no direction counts without limit
 # Differences, for each column, that the identity counts as beside all of them, and all of them beside a centre's.
@@ -39,6 +40,7 @@ SAMPLE_WORK, SMALLEST_SAMPLE = 10**12, 8_000
 ROUNDS = 10  # of k-means
 NO_DIFFERENCE = 1e-14  # mean square of a difference below which it is that of rounding to float32: rows are equal
 SEARCHED_BYTES = 64 << 20  # of sampled vectors that are searched at once
+LEARNED_BYTES = 64 << 20  # of differences that are multiplied at once
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,11 @@ class Adaptation:
         return space
 
 
+def centre_count(rows: int, dim: int) -> int:
+    """How many maps that many rows and columns get: each is learned from twice as many rows as it has columns."""
+    return max(1, min(CENTRES, MAP_NUMBERS // dim**2, rows // max(ROWS_PER_CENTRE, 2 * dim)))
+
+
 def sample_rows(rows: int, dim: int) -> np.ndarray:
     """Numbers (s,) of the rows that are looked at, in order: all of a small collection, else some at random."""
     count = max(SMALLEST_SAMPLE, min(SAMPLE, SAMPLE_WORK // (2 * NEAR * CENTRES * dim * dim)))
@@ -130,17 +137,17 @@ def adapt_to(index: Index) -> Adaptation:
 
 def learn(x: np.ndarray, near: np.ndarray, rows: int) -> Adaptation:
     """From unit vectors x (s, D) and their nearest other rows near (s, t, D), of a collection of that many rows."""
-    x, near = x.astype(np.float32), near.astype(np.float32)
+    x, near = x.astype(np.float32, copy=False), near.astype(np.float32, copy=False)
     dim = x.shape[1]
-    centres = _centres(x, min(CENTRES, rows // ROWS_PER_CENTRE))
+    centres = _centres(x, centre_count(rows, dim))
     shares = _shares(x, centres)
-    differences = (x[:, None] - near).reshape(-1, dim)
-    scatters = []
-    for centre in range(len(centres)):
-        weighted = differences * np.repeat(shares[:, centre], near.shape[1])[:, None]
-        scatters.append((weighted.T @ differences).astype(np.float64))
+    scatters = np.zeros((len(centres), dim, dim))
+    for some in blocks(len(x), near.shape[1] * dim * 4, LEARNED_BYTES):
+        differences = (x[some, None] - near[some]).reshape(-1, dim)
+        for centre, scatter in enumerate(scatters):
+            scatter += (differences * np.repeat(shares[some, centre], near.shape[1])[:, None]).T @ differences
     counts = near.shape[1] * shares.sum(axis=0, dtype=np.float64)
-    whole, count = np.sum(scatters, axis=0), counts.sum()
+    whole, count = scatters.sum(axis=0), counts.sum()
     plain = np.eye(dim) * np.trace(whole) / max(dim * count, 1)
     if not np.trace(plain) > NO_DIFFERENCE:
         return _unchanged(dim, rows)

@@ -47,7 +47,7 @@ class Twin:
     def __init__(self, x, near):
         x, near = x.astype(np.float64), near.astype(np.float64)
         n, dim = x.shape
-        count = min(adaptation.CENTRES, n // adaptation.ROWS_PER_CENTRE)
+        count = adaptation.centre_count(n, dim)
         self.centres = x.mean(axis=0)[None] / np.linalg.norm(x.mean(axis=0))
         if count > 1:
             self.centres = x[np.random.default_rng(0).choice(n, count, replace=False)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import exp
 from typing import Any
 
-from lattqe.adaptation import CENTRES, NEAR, ROWS_PER_CENTRE, sample_rows
+from lattqe.adaptation import LEARNED_BYTES, NEAR, centre_count, sample_rows
 from lattqe.cost.augment import NETWORK_SHARE, Weighing, weighing
 from lattqe.cost.graph import BASE_BYTES, OPENS_HERE, bytes_per_row, graph_products, product_seconds, scoring_seconds
 from lattqe.cost.work import (
@@ -113,13 +113,13 @@ def adaptation(
     Features are read once to learn and once to be mapped; each worker that maps opens the stored maps.
     """
     rows = features.rows
-    sampled, centres = len(sample_rows(rows, dim)), max(min(CENTRES, rows // ROWS_PER_CENTRE), 1)
+    sampled, centres = len(sample_rows(rows, dim)), centre_count(rows, dim)
     products, holders = sampled * rows, 1 if here else machines.workers
     maps = Stored((0, 0, 0), (MAPS_BYTES + 4 * centres * dim * (dim + 1), 0, 0), MANIFEST_BYTES + 3 * PART_ENTRY)
     loads = 1 + holders  # of the maps: by whom they are handed out, and by each worker
     learning, mapping = (2.0 * count * centres * dim * dim for count in (sampled * NEAR, rows))
     opens = 1 if here else 2 * holders
-    vectors = 3 * sampled * NEAR * dim * 4  # neighbors, their differences, and these weighted
+    vectors = sampled * NEAR * dim * 4 + 2 * LEARNED_BYTES  # neighbors; differences at once, and these weighted
     return Work(
         "adaptation",
         rows,
