@@ -23,7 +23,7 @@ from cluster.blocks import ACTOR_LOST, BlockPolicy, check_parts, run_blocks, use
 from cluster.monitor import Tally
 from cluster.session import gpus_available
 from cluster.shards import ShardedIndex
-from lattqe.augmentation import Augmentation, AugmentSummary
+from lattqe.augmentation import ADAPTATION, ADAPTED, Augmentation, AugmentSummary, adapt
 from lattqe.augmentation.bands import HopWorker, Schedule, until_sound
 from lattqe.augmentation.bands import Item as HopItem
 from lattqe.augmentation.bands import rows_of as hop_rows
@@ -34,7 +34,7 @@ from lattqe.cost.work import Stored
 from lattqe.errors import LattqeError
 from lattqe.expansion import Method
 from lattqe.search.exact import merge, published
-from lattqe.store import Edges, FeatureSet, Manifest, NeighborGraph, Pending
+from lattqe.store import Edges, FeatureSet, NeighborGraph, Pending
 from lattqe.store.parts import RESIDENT_BYTES
 from lattqe.whitening import WhitenWorker, begin_whitened
 
@@ -311,28 +311,31 @@ def build_index(
     return summary
 
 
-def whiten_features(
-    features: FeatureSet,
-    whitening: str,
+def adapted_rows(
+    original: FeatureSet,
     to: str,
     on_rows: Callable[[int], None],
     *,
-    workers: int | None,
-    cache: str | None,
-) -> Manifest:
-    """As `lattqe.whitening.whiten_features` does in this process, with the same bytes."""
-    pending = begin_whitened(features, whitening, to)
+    workers: int | None = None,
+    cache: str | None = None,
+) -> FeatureSet:
+    """As `lattqe.augmentation.adapted_rows` does in this process, with the same bytes."""
+    whitening, adapted = (f"{to.rstrip('/')}/{each}" for each in (ADAPTATION, ADAPTED))
+    with ShardedIndex(original.uri, workers, cache=cache) as index:
+        adapt(original, index, to)
+    pending = begin_whitened(original, whitening, adapted)
     check_parts(pending)
     actors = ray.remote(num_cpus=1)(WhitenWorker).options(scheduling_strategy="SPREAD")
     on_rows(sum(pending.part_rows) - sum(pending.part_rows[part] for part in pending.missing()))
     run_blocks(
-        lambda _: actors.remote(features.uri, whitening, to, cache),
+        lambda _: actors.remote(original.uri, whitening, adapted, cache),
         workers or hop_workers(),
         pending.missing(),
         on_done=lambda part, result: on_rows(pending.part_rows[part]),
         work=Tally("adapt", lambda part: pending.part_rows[part], traffic=itemgetter("traffic")),
     )
-    return pending.finish()
+    pending.finish()
+    return FeatureSet.open(adapted)
 
 
 def worker_resources() -> dict[str, float]:

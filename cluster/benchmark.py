@@ -19,7 +19,7 @@ from cluster import ROWS_HERE, runs_here
 from cluster import augmentation as on_ray
 from cluster.graph import build_graph, prepare_graph
 from cluster.shards import ShardedIndex
-from lattqe.augmentation import ADAPTATION, ADAPTED, Augmentation, adapt, adaptation_for, begin_index, build_index
+from lattqe.augmentation import Augmentation, adaptation_for, adapted_rows, begin_index, build_index
 from lattqe.benchmark.cells import Cell, Inputs, Measured, finished_graphs, measure, method_of
 from lattqe.benchmark.choosing import missing_cells
 from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting, graph_method
@@ -36,7 +36,6 @@ from lattqe.search.stored import GraphTask, begin_graph, check_sets, publish_gra
 from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, open_place, read_manifest
 from lattqe.store.manifest import canonical_json
 from lattqe.store.writer import check_same_vectors, stack_features
-from lattqe.whitening import whiten_features
 
 
 class Bench:
@@ -251,14 +250,9 @@ class Indexes:
     def _adapted(self, features: FeatureSet, to: str) -> FeatureSet:
         """The rows adapted to their collection, as `lattqe augment` adapts those of an index."""
         self.tell(f"{features.rows:,} rows are adapted to their collection")
-        whitening, adapted = f"{to}/{ADAPTATION}", f"{to}/{ADAPTED}"
-        with self._open([features.uri]) as index:
-            adapt(features, index, to)
         if self._here(features.rows):
-            whiten_features(features, whitening, adapted)
-        else:
-            on_ray.whiten_features(features, whitening, adapted, lambda rows: None, workers=self.workers, cache=None)
-        return FeatureSet.open(adapted)
+            return adapted_rows(features, to, lambda rows: None)
+        return on_ray.adapted_rows(features, to, lambda rows: None, workers=self.workers)
 
     def _propagated(self, key: str, sets: list[FeatureSet], dba: Setting) -> Index:
         """The rows after a method that needs the whole graph at once, in this process."""

@@ -187,30 +187,19 @@ def chosen_adapting(method: "Method", adapt: bool | None, neighbors: str | None,
 
 def adapted_rows(original: "FeatureSet", to: str, workers: int | None, cache: str | None, here: bool) -> "FeatureSet":
     """The rows adapted to their collection, made in this process or on Ray, or found where an earlier run made them."""
+    from lattqe import augmentation
     from lattqe.adaptation import sample_rows
-    from lattqe.augmentation import ADAPTATION, ADAPTED, adapt
-    from lattqe.device import gpu_or_none
-    from lattqe.search.index import StoredIndex
-    from lattqe.store import FeatureSet
 
-    base = to.rstrip("/")
-    whitening, adapted = f"{base}/{ADAPTATION}", f"{base}/{ADAPTED}"
     looked_at = f"{len(sample_rows(original.rows, original.dim)):,} of {original.rows:,} rows"
-    show_table("adaptation", {"learned from": f"the nearest neighbors of {looked_at}, without labels", "to": adapted})
+    where = f"{to.rstrip('/')}/{augmentation.ADAPTED}"
+    show_table("adaptation", {"learned from": f"the nearest neighbors of {looked_at}, without labels", "to": where})
     with progress_bar("adapt", original.rows) as bar:
         if here:
-            from lattqe.whitening import whiten_features
+            return augmentation.adapted_rows(original, to, bar.advance)
 
-            adapt(original, StoredIndex([original], gpu_or_none()), to)
-            whiten_features(original, whitening, adapted, on_part=lambda rows, total: bar.advance(rows))
-        else:
-            from cluster.augmentation import whiten_features as whiten_on_ray
-            from cluster.shards import ShardedIndex
+        from cluster.augmentation import adapted_rows as on_ray_workers
 
-            with ShardedIndex(original.uri, workers, cache=cache) as index:
-                adapt(original, index, to)
-            whiten_on_ray(original, whitening, adapted, bar.advance, workers=workers, cache=cache)
-    return FeatureSet.open(adapted)
+        return on_ray_workers(original, to, bar.advance, workers=workers, cache=cache)
 
 
 def check_reach(wanted: str) -> None:

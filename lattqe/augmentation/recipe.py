@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lattqe.adaptation import Adaptation, adapt_to
+from lattqe.device import gpu_or_none
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
 from lattqe.expansion.base import HOP_ALPHA, Expanded, check_hops
@@ -19,6 +21,7 @@ from lattqe.search.index import StoredIndex
 from lattqe.store import Edges, FeatureSet, NeighborGraph, Place, find_manifest, read_manifest
 from lattqe.store.manifest import seal_bytes, unseal_bytes
 from lattqe.store.place import absolute, node_folder, open_place
+from lattqe.whitening import whiten_features
 
 BAND_ROWS = 16_384  # 20 MiB of edges at k = 50: some seconds of work between two looks at the queue
 MOST_BANDS = 256  # their transposition reads the square of that many pieces
@@ -148,6 +151,17 @@ def adapt(original: FeatureSet, index: Index, to: str) -> None:
         adapt_to(index).save(place.uri, inputs)
     elif there.inputs.get("features", {}).get("digest") != original.digest:
         raise LattqeError(f"{place.uri} is of other features: choose another destination or delete {to}")
+
+
+def adapted_rows(original: FeatureSet, to: str, on_rows: Callable[[int], None]) -> FeatureSet:
+    """The rows of an index in `to`, adapted to their collection in this process, or found where an earlier run was.
+
+    `cluster.augmentation.adapted_rows` does it on Ray, with the same bytes. `on_rows(n)` after each n rows.
+    """
+    base = to.rstrip("/")
+    adapt(original, StoredIndex([original], gpu_or_none()), to)
+    whiten_features(original, f"{base}/{ADAPTATION}", f"{base}/{ADAPTED}", on_part=lambda rows, _: on_rows(rows))
+    return FeatureSet.open(f"{base}/{ADAPTED}")
 
 
 @dataclass(frozen=True)
