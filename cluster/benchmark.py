@@ -9,7 +9,7 @@ distractors alone is computed once for all data sets; an augmentation is removed
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
@@ -20,13 +20,14 @@ from cluster import augmentation as on_ray
 from cluster.graph import build_graph, prepare_graph
 from cluster.shards import ShardedIndex
 from lattqe.augmentation import Augmentation, adaptation_for, adapted_rows, begin_index, build_index
-from lattqe.benchmark.cells import Cell, Inputs, Measured, finished_graphs, measure, method_of
+from lattqe.benchmark.cells import ADAPTED, Cell, Inputs, Measured, finished_graphs, measure, method_of
 from lattqe.benchmark.choosing import missing_cells
 from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting, graph_method
 from lattqe.cost import Work, plans
 from lattqe.cost.augment import weighing_of
 from lattqe.cost.plans import Setting as Where
 from lattqe.cost.stages import measuring, summed
+from lattqe.cost.work import Stored
 from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS
 from lattqe.expansion.diffusion import MOST_ROWS, GraphRows
@@ -103,7 +104,18 @@ class Bench:
         digests = {"database": opened.database.digest, "queries": opened.queries.digest, "truth": opened.truth_digest}
         if cell.distractors is not None:
             digests["distractors"] = self.distractors[cell.dataset, cell.distractors].digest
+        graph = self.known_graph(cell.dataset, cell.distractors, cell.dba)
+        if graph is not None and graph.manifest.approximation is not None:  # exact ones are all the same
+            digests["graph"] = graph.digest
         return cell.key(digests, self.models)
+
+    def known_graph(self, dataset: str, distractors: str | None, dba: Setting | None) -> NeighborGraph | None:
+        """The finished graph that the run names for the rows of some cells; None: it is computed, or not needed."""
+        if dba is None or dba.method in GRAPH_METHODS:
+            return None
+        sets = [self.inputs[dataset].database]
+        sets += [self.distractors[dataset, distractors]] if distractors is not None else []
+        return self.indexes.known.get(rows_key(sets, dba))
 
     def lookup(self, cell: Cell) -> Measured:
         """The result of a cell that has been filled."""
@@ -194,10 +206,15 @@ class Bench:
         return max((method_of(setting, dba=True).depth(setting.k) for setting in settings), default=1)
 
 
+def rows_key(sets: Sequence[FeatureSet], dba: Setting) -> tuple[str, ...]:
+    """What `finished_graphs` calls the graph of some sets, one after the other, in the space of an augmentation."""
+    return (ADAPTED,) * bool(dict(dba.params).get("adapt")) + tuple(each.digest for each in sets)
+
+
 class Indexes:
     """Opens the index of some rows for as long as its cells are being measured.
 
-    known: addresses of finished graphs by the digests of the sets whose rows they are of, one after the other.
+    known: finished graphs, as `finished_graphs` calls them.
     """
 
     def __init__(
@@ -206,7 +223,7 @@ class Indexes:
         models: dict[str, str],
         workers: int | None,
         shards: int | None,
-        known: dict[tuple[str, ...], str],
+        known: dict[tuple[str, ...], NeighborGraph],
     ) -> None:
         self.folder, self.models, self.workers, self.shards, self.known = folder, models, workers, shards, known
         self.tell: Callable[[str], None] = lambda note: None
@@ -226,18 +243,20 @@ class Indexes:
         if dba.method in GRAPH_METHODS:
             yield self._propagated(key, [each for each in (database, distractors) if each is not None], dba), database
             return
-        features = database
-        if distractors is not None:
-            joined = f"{self.folder}/joined/{database.digest[:16]}-{distractors.digest[:16]}"
-            features = stack_features([database, distractors], joined)
         started = time.perf_counter()
-        k = max(min(graph_k, features.rows - 1), 1)  # a list needs an entry, though a single row has no neighbor
+        sets = [each for each in (database, distractors) if each is not None]
+        k = max(min(graph_k, sum(each.rows for each in sets) - 1), 1)  # a single row has none, a list needs an entry
         to = f"{self.folder}/indexes/{key}-{k}"
-        if dict(dba.params).get("adapt"):
-            features = self._adapted(features, to)
-            graph = self._graph(features, None, features, k)
+        graph = self.known.get(rows_key(sets, dba))
+        if graph is not None and rows_key(sets, dba)[0] == ADAPTED:
+            features = FeatureSet.open(graph.manifest.inputs["features"]["uri"])
         else:
-            graph = self._graph(database, distractors, features, k)
+            features = database if distractors is None else self._joined(database, distractors)
+            if dict(dba.params).get("adapt"):
+                features = self._adapted(features, to)
+                graph = self._graph(features, None, features, k)
+            elif graph is None:
+                graph = self._graph(database, distractors, features, k)
         found = time.perf_counter()
         self._augment(features, graph, dba, to)
         if not self.costs.exists(f"{key}.json"):
@@ -246,6 +265,11 @@ class Indexes:
         with self._open([to]) as index:
             yield index, FeatureSet.open(to)
         open_place(to).delete_tree()
+
+    def _joined(self, database: FeatureSet, distractors: FeatureSet) -> FeatureSet:
+        """The rows of both as one set."""
+        joined = f"{self.folder}/joined/{database.digest[:16]}-{distractors.digest[:16]}"
+        return stack_features([database, distractors], joined)
 
     def _adapted(self, features: FeatureSet, to: str) -> FeatureSet:
         """The rows adapted to their collection, as `lattqe augment` adapts those of an index."""
@@ -287,23 +311,21 @@ class Indexes:
     def _graph(
         self, database: FeatureSet, distractors: FeatureSet | None, features: FeatureSet, k: int
     ) -> NeighborGraph:
-        """The graph of all rows: one that is there, or computed. On Ray that of the distractors is computed once, or
-        there, and the database merged into it.
+        """Compute the graph of all rows; on Ray that of the distractors once, unless it is there, and the database is
+        merged into it.
         """
-        there = self.known.get(tuple(each.digest for each in (database, distractors) if each is not None))
-        if there is not None:
-            return NeighborGraph.open(there)
         to = f"{self.folder}/graphs/{features.digest[:16]}-{k}"
         self.tell(f"graph of {features.rows:,} rows")
         if self._here(features.rows):
             return publish_graph(features, k, to)
         if distractors is None or distractors.rows <= k:
             return self._graph_on_ray(GraphTask(features.uri, to, k))
-        known = self.known.get((distractors.digest,))
-        if known is None:
-            known = f"{self.folder}/graphs/{distractors.digest[:16]}-{k}"
-            self._graph_on_ray(GraphTask(distractors.uri, known, k))
-        return self._graph_on_ray(GraphTask(database.uri, to, k, distractors.uri, known))
+        theirs = self.known.get((distractors.digest,))
+        if theirs is None:
+            theirs = self._graph_on_ray(
+                GraphTask(distractors.uri, f"{self.folder}/graphs/{distractors.digest[:16]}-{k}", k)
+            )
+        return self._graph_on_ray(GraphTask(database.uri, to, k, distractors.uri, theirs.uri))
 
     def _graph_on_ray(self, task: GraphTask) -> NeighborGraph:
         check_sets(task)
@@ -364,9 +386,11 @@ def plan_cells(bench: Bench, where: Where) -> list[Work]:
         joined = plans.Rows.sized(rows, asked.dim, asked.dtype)
         weighs = weighing_of(method_of(dba, dba=True), dba.k, asked.dim, rows)
         adapted = bool(dict(dba.params).get("adapt"))
-        found = plans.augment(joined, weighs, dict(dba.params).get("hops", 1), here, adapt=adapted)
-        there = tuple(each.digest for each in sets) in bench.indexes.known or (dataset, distractors) in known
-        made += found[1:] if there and not adapted else found  # all methods share one graph, but for adapted rows
+        there = bench.known_graph(dataset, distractors, dba) is not None
+        there |= not adapted and (dataset, distractors) in known  # all methods share one graph, but for adapted rows
+        graph = Stored.kind("neighbors", rows, k=weighs.depth) if there else None
+        hops = dict(dba.params).get("hops", 1)
+        made += plans.augment(joined, weighs, hops, here, graph=graph, adapt=adapted and not there)
         known |= set() if adapted else {(dataset, distractors)}
     names = list(dict.fromkeys(work.stage for work in made))
     works = [summed(name, [work for work in made if work.stage == name]) for name in names]

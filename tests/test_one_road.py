@@ -4,15 +4,19 @@ The reference is a loop over single queries with a full float64 ranking that ask
 for the weights of one list: nothing of the road is in it.
 """
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import jobs.augment
+import jobs.benchmark
 import jobs.search
 import lattqe
 from jobs.artifacts import verify_app
+from jobs.ranks import evaluate_app
 from lattqe.benchmark.cells import measure
 from lattqe.benchmark.spec import Pipeline, Setting
 from lattqe.evaluation import LabelTruth, evaluate
@@ -232,6 +236,24 @@ def test_queries_of_an_adapted_index_go_through_its_space(world, tmp_path):
     np.testing.assert_allclose(
         np.take_along_axis(of_loop, ids, axis=1), -np.sort(-of_loop, axis=1)[:, :LISTED], atol=10 * BOUND
     )
+
+
+def test_a_run_file_measures_what_the_commands_give(world, tmp_path):
+    """The model that ships, no option anywhere: augment, search and evaluate, or one run file, which names no more."""
+    call(jobs.augment.app, world / "database", "--to", tmp_path / "index")
+    ranks = tmp_path / "ranks"
+    call(jobs.search.app, tmp_path / "index", world / "queries", "--expand", "lattqe", "-k", ROWS, "--to", ranks)
+    told = call(evaluate_app, ranks, "--json")
+    expected = json.loads(told[told.index("{") :])["label"]["map"]
+    (tmp_path / "run.toml").write_text(
+        "nqe_sweep = [8]\nbootstrap = 100\n"
+        f'[[dataset]]\nname = "towns"\ndatabase = "{world / "database"}"\nqueries = "{world / "queries"}"\n'
+        '[[method]]\nmethod = "lattqe"\n'
+    )
+    call(jobs.benchmark.app, tmp_path / "run.toml", "--to", tmp_path / "bench")
+    rows = json.loads((tmp_path / "bench" / "results.json").read_text())["table3"]
+    (found,) = (row["mean"] for row in rows if row["label"] == "LAttDBA, 8 hops + LAttQE")
+    assert found == pytest.approx(100 * expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from lattqe import adaptation
 from lattqe.benchmark.spec import Dataset, Params, Pipeline, Setting, graph_method
 from lattqe.datasets.revisited import RevisitedSet, load_gnd
 from lattqe.errors import LattqeError
@@ -24,11 +25,12 @@ from lattqe.expansion.diffusion import GraphRows
 from lattqe.expansion.rows import Found, expand_queries, nearest
 from lattqe.formats.source import local_files
 from lattqe.search import Index
-from lattqe.store import FeatureSet, NeighborGraph
+from lattqe.store import FeatureSet, NeighborGraph, read_manifest
 from lattqe.store.features import comparable_labels
 from lattqe.store.manifest import canonical_json
-from lattqe.store.place import MissingFileError, Place
+from lattqe.store.place import MissingFileError, Place, open_place
 
+ADAPTED = "adapted"  # of rows in the space that was adapted to them
 COMPARED_ROWS = 65_536  # of two sets at once
 FORMAT = 1  # of a stored cell; raised when the same key would hold other numbers
 
@@ -136,19 +138,19 @@ def _check_rows(name: str, gnd: RevisitedSet, database: FeatureSet, queries: Fea
 
 def finished_graphs(
     uris: Sequence[str], inputs: Mapping[str, Inputs], distractors: Mapping[tuple[str, str], FeatureSet], k: int
-) -> dict[tuple[str, ...], str]:
+) -> dict[tuple[str, ...], NeighborGraph]:
     """The graphs that a run names, by the digests of the sets whose rows they are of, one after the other.
 
-    A graph of no set of the run, an approximate one, and one of fewer than k neighbors are refused.
+    A graph of these rows in their adapted space has ADAPTED before the digests. A graph of no set of the run, and one
+    of fewer than k neighbors are refused, and so is an approximate one of distractors, into which sets are merged.
     """
     alone = {each.database.digest: each.database for each in inputs.values()}
     alone |= {each.digest: each for each in distractors.values()}
     pairs = [[inputs[dataset].database, each] for (dataset, _), each in distractors.items()]
+    merged_into = {(each.digest,) for each in distractors.values()}
     found = {}
     for uri in uris:
         graph = NeighborGraph.open(uri)
-        if graph.manifest.approximation is not None:
-            raise LattqeError(f"graphs: {uri} is approximate: a benchmark takes exact graphs")
         of = _rows_of_graph(graph, alone, pairs)
         if of is None:
             raise LattqeError(
@@ -160,7 +162,12 @@ def finished_graphs(
                 f"graphs: {uri} has {graph.k} neighbors per row, this run needs {k}: leave it out, or compute a "
                 f"longer one with `lattqe neighbors -k {k}`"
             )
-        found[of] = uri
+        if graph.manifest.approximation is not None and of in merged_into:
+            raise LattqeError(
+                f"graphs: {uri} is an approximate graph of distractors alone: give an exact one, or one of a data "
+                "set with its distractors after it"
+            )
+        found[of] = graph
     return found
 
 
@@ -170,22 +177,33 @@ def _rows_of_graph(
     """The digests of the sets whose rows a graph is of: by what it was made of, or by the rows of that."""
     inputs = graph.manifest.inputs
     made_of = tuple(inputs[name]["digest"] for name in ("features", "against") if name in inputs)
-    if len(made_of) == 1 and made_of[0] in alone:
+    digests = [tuple(each.digest for each in pair) for pair in pairs]
+    if made_of in digests or (len(made_of) == 1 and made_of[0] in alone):
         return made_of
-    for pair in pairs:
-        digests = tuple(each.digest for each in pair)
-        if made_of == digests:
-            return digests
-        # Somebody joined both sets, with labels perhaps: then the rows must be the same, and are looked at.
-        if len(made_of) == 1 and graph.rows == sum(each.rows for each in pair):
-            joined = FeatureSet.open(inputs["features"]["uri"])
-            if joined.digest == made_of[0] and _is_joined(joined, pair):
-                return digests
-    return None
+    if len(made_of) > 1 or graph.rows not in {
+        sum(each.rows for each in sets) for sets in (*pairs, *([each] for each in alone.values()))
+    }:
+        return None
+    rows = FeatureSet.open(inputs["features"]["uri"])
+    if rows.digest != made_of[0]:
+        return None
+    space: tuple[str, ...] = ()
+    if adaptation.KIND in rows.manifest.inputs:  # then what matters are the rows before, if they were learned from
+        before, learned = rows.manifest.inputs["features"], rows.manifest.inputs[adaptation.KIND]
+        rows = FeatureSet.open(before["uri"])
+        if {before["digest"], read_manifest(open_place(learned["uri"])).inputs["features"]["digest"]} != {rows.digest}:
+            return None
+        if rows.digest in alone:
+            return ADAPTED, rows.digest
+        space = (ADAPTED,)
+    # Somebody joined both sets, with labels perhaps: then the vectors must be the same, and are looked at.
+    return next((space + of for of, pair in zip(digests, pairs) if _is_joined(rows, pair)), None)
 
 
 def _is_joined(joined: FeatureSet, sets: Sequence[FeatureSet]) -> bool:
     """Whether the vectors of `joined` are those of some sets, one after the other."""
+    if joined.rows != sum(each.rows for each in sets):
+        return False
     first = 0
     for each in sets:
         if (each.dim, each.dtype) != (joined.dim, joined.dtype):

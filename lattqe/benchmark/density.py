@@ -218,7 +218,7 @@ def density_run(cells: Sequence[DensityCell], model: str) -> Run:
         (*plain, as_trained(model)),
         nqe_sweep=(),
         bootstrap=2_000,
-        graph_methods=(*graph, *with_hops(model)),
+        graph_methods=(*graph, *with_hops([as_trained(model)])),
     )
 
 

@@ -162,12 +162,13 @@ def photos_run(options: Options) -> Run:
     if len(columns) > 1:
         raise LattqeError(f"the photos preset measures one width at a time, not {len(columns)}: give one --columns")
     datasets, distractors = photo_sets(options.data, options.folder, columns[0])
+    methods = all_methods(options.model, photo_competitors())
     return Run(
         "Photographs: birds, cars, groceries, objects",
         tuple(datasets),
-        all_methods(options.model, photo_competitors()),
+        methods,
         tuple(distractors),
-        graph_methods=(*graph_rivals(), *with_hops(model_address(options.model))),
+        graph_methods=(*graph_rivals(), *with_hops(methods)),
     )
 
 
@@ -185,7 +186,8 @@ def synthetic_run(folder: str, methods: tuple[Candidate, ...], world: SyntheticW
                 place.write(f"gnd_{name}.json", (Path(scratch) / "gnd.json").read_bytes())
         datasets.append(Dataset(name, f"{base}/{name}", f"{base}/{name}-queries", f"{base}/gnd_{name}.json"))
     store_synthetic(world.split("distractors"), base, made)
-    return Run("Synthetic landmarks", tuple(datasets), methods, (Distractors("distractors", f"{base}/distractors"),))
+    distractors = (Distractors("distractors", f"{base}/distractors"),)
+    return Run("Synthetic landmarks", tuple(datasets), methods, distractors, graph_methods=with_hops(methods))
 
 
 def revisited_run(options: Options) -> Run:
@@ -202,11 +204,13 @@ def revisited_run(options: Options) -> Run:
         for name in ("roxford5k", "rparis6k")
     )
     there = open_place(f"{data}/r1m").exists("manifest.json")
+    methods = all_methods(options.model, paper_competitors())
     return Run(
         "Revisited Oxford and Paris",
         datasets,
-        all_methods(options.model, paper_competitors()),
+        methods,
         (Distractors("r1m", f"{data}/r1m"),) if there else (),
+        graph_methods=with_hops(methods),
         published=True,
         more_sweeps=PAPER_ALPHAS,
         regime_settings=PAPER_REGIMES,

@@ -25,6 +25,7 @@ from lattqe.benchmark.spec import (
     graph_candidate,
     graph_method,
     trained_ablations,
+    with_hops,
 )
 from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS, create
@@ -65,11 +66,13 @@ def parse_run(content: Mapping[str, Any], folder: Path, where: str) -> Run:
     _check_values(content, where)
     top = Entry(content, folder, where)
     top.known(RUN_KEYS)
+    methods = tuple(_method(entry) for entry in top.tables("method") if not _on_graph(entry))
+    on_graph = tuple(_graph_method(entry) for entry in top.tables("method") if _on_graph(entry))
     run = Run(
         title=top.text("title", "Benchmark"),
         datasets=tuple(_dataset(entry) for entry in top.tables("dataset")),
-        methods=tuple(_method(entry) for entry in top.tables("method") if not _on_graph(entry)),
-        graph_methods=tuple(_graph_method(entry) for entry in top.tables("method") if _on_graph(entry)),
+        methods=methods,
+        graph_methods=(*on_graph, *with_hops(methods)),
         distractors=tuple(_distractors(entry) for entry in top.tables("distractors")),
         ablations=(
             *(_ablation(entry) for entry in top.tables("ablation")),

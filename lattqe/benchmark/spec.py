@@ -4,7 +4,7 @@ model says about how it wants to be used.
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -275,17 +275,25 @@ def as_trained(model: str, label: str = METHODS["lattqe"].label, method: str = "
     )
 
 
-def with_hops(model: str, method: str = "lattqe") -> tuple[GraphCandidate, ...]:
-    """A learned method whose augmentation flows on over the graph, as often as training chose; () where it did not."""
-    metrics = load_model(model)[2]
-    chosen, hops = chosen_neighbors(model), metrics.get("hops", 1)
-    if not isinstance(hops, int) or hops < 2:
-        return ()
-    of = METHODS[method]
-    adapts: Params = (("adapt", True),) if metrics.get("adapt") is True else ()
-    rows = Setting(method, chosen["ndba"], (*adapts, ("hops", hops), ("model", model)))
-    queries = Setting(method, chosen["nqe_with_dba"], (("model", model),))
-    return (GraphCandidate(method, f"{of.dba_label}, {hops} hops + {of.label}", "model", (Pipeline(rows, queries),)),)
+def with_hops(methods: Sequence[Candidate]) -> tuple[GraphCandidate, ...]:
+    """What `lattqe augment` makes of the models among some methods, and `lattqe search` searches: augmentations that
+    flow on over the graph, as often as training chose, in the space they were chosen for; none where it chose one hop.
+    """
+    found = []
+    for each in methods:
+        if each.choose != "model":
+            continue
+        of, model = METHODS[each.method], each.params["model"][0]
+        metrics, chosen = load_model(model)[2], chosen_neighbors(model)
+        hops = metrics.get("hops", 1)
+        if not isinstance(hops, int) or hops < 2:
+            continue
+        adapts: Params = (("adapt", True),) if metrics.get("adapt") is True else ()
+        rows = Setting(each.method, chosen["ndba"], (*adapts, ("hops", hops), ("model", model)))
+        queries = Setting(each.method, chosen["nqe_with_dba"], (("model", model),))
+        label = f"{of.dba_label}, {hops} hops + {of.label}" if each.label == of.label else f"{each.label}, {hops} hops"
+        found.append(GraphCandidate(each.method, label, "model", (Pipeline(rows, queries),)))
+    return tuple(found)
 
 
 def trained_ablations(folder: str) -> tuple[Ablation, ...]:

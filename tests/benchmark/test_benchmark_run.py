@@ -10,6 +10,8 @@ from benchmark_sets import FIXED, small_run
 
 import lattqe
 from cluster.benchmark import Bench
+from jobs.benchmark import approximate_warnings
+from lattqe.augmentation import adapted_rows
 from lattqe.benchmark.cells import Cell, Inputs
 from lattqe.benchmark.choosing import choose_rows, mean_map
 from lattqe.benchmark.results import assemble
@@ -24,7 +26,9 @@ from lattqe.search import FlatIndex
 from lattqe.search.index import SmallIndex
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, open_place
-from lattqe.store.manifest import canonical_json, checksum
+from lattqe.store.manifest import Manifest, canonical_json, checksum
+from lattqe.store.writer import stack_features
+from lattqe.whitening import whiten_features
 
 FACTS = {"inputs": {}, "run": {}, "warnings": [], "published": {}}
 
@@ -358,6 +362,42 @@ def test_finished_graphs_are_used_and_others_refused(run: Run, bench: Bench, tmp
     ):
         with pytest.raises(LattqeError, match=words):
             Bench(dataclasses.replace(run, graphs=(graph.uri,)), f"{tmp_path}/refused")
+
+
+def test_finished_graphs_of_adapted_rows_and_approximate_ones(
+    run: Run, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dba = Setting("aqe", 4, (("adapt", True),))
+    cell, plain = Cell("oxford", "distractors", dba, None), Cell("oxford", "distractors", Setting("aqe", 4), None)
+    sets = [bench.inputs["oxford"].database, bench.distractors["oxford", "distractors"]]
+    own = Bench(run, f"{tmp_path}/own")
+    own.fill([cell], lambda cell: None)
+    # An index of the same rows, as `lattqe augment` makes it, has the graph that the run needs.
+    adapted = adapted_rows(stack_features(sets, f"{tmp_path}/joined"), f"{tmp_path}/index", lambda rows: None)
+    graph = publish_graph(adapted, own._graph_k(), f"{tmp_path}/index/neighbors")
+    known = Bench(dataclasses.replace(run, graphs=(graph.uri,)), f"{tmp_path}/known")
+    known.fill([cell], lambda cell: None)
+    assert not (tmp_path / "known" / "graphs").exists()
+    assert known.key(cell) == own.key(cell)
+    assert [one.to_dict() for one in known.lookup(cell).scores] == [one.to_dict() for one in own.lookup(cell).scores]
+    assert known.known_graph("oxford", "distractors", plain.dba) is None, "it is of rows in another space"
+    # Rows that went through the map of another collection are no rows of this run.
+    whiten_features(sets[0], f"{tmp_path}/index/adaptation", f"{tmp_path}/strange")
+    strange = publish_graph(FeatureSet.open(f"{tmp_path}/strange"), own._graph_k(), f"{tmp_path}/strange-graph")
+    with pytest.raises(LattqeError, match="the graph of no data set of this run"):
+        Bench(dataclasses.replace(run, graphs=(strange.uri,)), f"{tmp_path}/refused")
+
+    monkeypatch.setattr(
+        Manifest, "approximation", property(lambda each: "recall@9 0.95" if each.kind == "neighbors" else None)
+    )
+    both = publish_graph(stack_features(sets, f"{tmp_path}/joined"), own._graph_k(), f"{tmp_path}/both")
+    told = Bench(dataclasses.replace(run, graphs=(both.uri,)), f"{tmp_path}/told")
+    assert told.key(plain) != own.key(plain), "cells of exact graphs are not taken for these"
+    assert told.key(cell) == own.key(cell), "these rows have another graph"
+    assert approximate_warnings(told) == [f"rows are augmented from {both.uri}, an approximate graph: recall@9 0.95"]
+    theirs = publish_graph(sets[1], own._graph_k(), f"{tmp_path}/theirs")
+    with pytest.raises(LattqeError, match="approximate graph of distractors alone"):
+        Bench(dataclasses.replace(run, graphs=(theirs.uri,)), f"{tmp_path}/refused")
 
 
 def test_the_papers_own_settings(tmp_path: Path) -> None:

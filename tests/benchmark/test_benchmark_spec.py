@@ -87,9 +87,18 @@ def test_mistakes_are_refused_by_name(content: dict[str, object], words: str) ->
 @pytest.mark.parametrize("named", [{}, {"model": "universal"}, {"nqe": 8}])
 def test_the_model_that_ships_needs_no_address(named: dict[str, object]) -> None:
     content = {"dataset": [DATASET], "method": [{"method": "lattqe", **named}]}
-    (method,) = parse_run(content, Path("elsewhere"), "run.toml").methods
+    run = parse_run(content, Path("elsewhere"), "run.toml")
+    (method,) = run.methods
     assert method.params["model"] == ("lattqe://universal",)
     assert method.choose == ("fixed" if "nqe" in named else "model")
+    hopping = [dict(each.pipelines[0].dba.params) for each in run.graph_methods if each.pipelines[0].dba]
+    assert [each["hops"] for each in hopping] == ([] if "nqe" in named else [8]), "what `lattqe augment` would do"
+
+
+def test_two_labels_of_one_model_are_two_rows_each() -> None:
+    content = {"dataset": [DATASET], "method": [{"method": "lattqe"}, {"method": "lattqe", "label": "ours"}]}
+    run = parse_run(content, Path("elsewhere"), "run.toml")
+    assert [each.label for each in run.entries] == ["LAttQE", "ours", "LAttDBA, 8 hops + LAttQE", "ours, 8 hops"]
 
 
 def test_a_model_that_chose_nothing_must_be_told_what_to_use(tmp_path: Path) -> None:
