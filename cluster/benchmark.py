@@ -347,7 +347,7 @@ class Indexes:
         """Expand all rows of a set, in this process or on Ray."""
         params = dict(dba.params) | METHODS[dba.method].row_params
         hops, alpha, adapted = params.pop("hops", 1), params.pop("hop_alpha", None), params.pop("adapt", False)
-        alpha = method_of(dba, dba=True).hop_alpha if alpha is None else alpha
+        alpha = method_of(dba, dba=True).hop_alpha(features.rows) if alpha is None else alpha
         task = Augmentation(
             features.uri, graph.uri, to, dba.method, dba.k, params, hops=hops, hop_alpha=alpha, adapt=adapted
         )

@@ -103,7 +103,7 @@ def main(
     theta = create(method, **params)
     theta.check_width(original.dim, f"features in {features}")
     k = check_k(k or theta.suggested_k(dba=True), original.rows)
-    hops, hop_alpha = chosen_hops(theta, hops, hop_alpha)
+    hops, hop_alpha = chosen_hops(theta, hops, hop_alpha, original.rows)
     adapt = chosen_adapting(theta, adapt, neighbors, original)
     given = given_graph(neighbors, original, theta.depth(k)) if neighbors is not None else None
     if (where := setting(plan, assume, original.rows, workers, address, cache)) is not None:
@@ -158,14 +158,14 @@ def made_index(
     return made
 
 
-def chosen_hops(method: "Method", hops: int | None, alpha: float | None) -> tuple[int, float]:
+def chosen_hops(method: "Method", hops: int | None, alpha: float | None, rows: int) -> tuple[int, float]:
     """The hops and the share that were requested, or the method's own."""
     from lattqe.expansion.base import check_hops
 
     hops = method.default_hops if hops is None else hops
     if hops == 1 and alpha is not None:
         raise LattqeError("--hop-alpha needs more than one hop: add --hops 8, or leave it out")
-    alpha = method.hop_alpha if alpha is None else alpha
+    alpha = method.hop_alpha(rows) if alpha is None else alpha
     check_hops(hops, alpha)
     return hops, alpha
 

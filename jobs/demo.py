@@ -124,6 +124,7 @@ def augment_database(features: str, graph: str, model: str, to: str) -> None:
     from lattqe.augmentation import Augmentation
     from lattqe.benchmark.spec import chosen_neighbors
     from lattqe.expansion import create
+    from lattqe.store import FeatureSet
 
     params = {"model": model, "dba": True}
     method = create("lattqe", **params)
@@ -136,7 +137,7 @@ def augment_database(features: str, graph: str, model: str, to: str) -> None:
             chosen_neighbors(model)["ndba"],
             params,
             hops=method.default_hops,
-            hop_alpha=method.hop_alpha,
+            hop_alpha=method.hop_alpha(FeatureSet.open(features).rows),
         )
     )
 

@@ -255,7 +255,7 @@ def augment(
     theta = _method(method, params, dba=True)
     k = theta.suggested_k(dba=True) if k is None else k
     hops = theta.default_hops if hops is None else hops
-    alpha = theta.hop_alpha if hop_alpha is None else hop_alpha
+    alpha = theta.hop_alpha(len(xb)) if hop_alpha is None else hop_alpha
     check_hops(hops, alpha)
     if not len(xb):
         return xb.astype(np.float32)

@@ -32,7 +32,7 @@ from lattqe.store.place import MissingFileError, Place, open_place
 
 ADAPTED = "adapted"  # of rows in the space that was adapted to them
 COMPARED_ROWS = 65_536  # of two sets at once
-FORMAT = 1  # of a stored cell; raised when the same key would hold other numbers
+FORMAT = 2  # of a stored cell; raised when the same key would hold other numbers
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from lattqe.model.network import LAttQE
 from lattqe.store import open_place, read_manifest
 from lattqe.store.artifacts import model_address
 
+FEW_ROWS = 200  # of a database, in which features flow less; chosen on validation
+
 
 def load_network(model: str | LAttQE | None) -> LAttQE:
     """The network that a model's address, or the network itself, stands for; None: the one that ships."""
@@ -114,10 +116,12 @@ class AttentionExpansion(Method):
         """Whether training was for adapted collections."""
         return self.network.metrics.get("adapt") is True
 
-    @property
-    def hop_alpha(self) -> float:
-        """What the network learned, where it was trained through hops."""
-        return self.network.alpha.item()
+    def hop_alpha(self, rows: int) -> float:
+        """What the network learned, where it was trained through hops; less in a very small database.
+
+        A list that is the whole database has no background, and does not show how few of its rows are relevant.
+        """
+        return self.network.alpha.item() * min(1.0, max(rows, 1) / FEW_ROWS) ** 2
 
     @property
     def largest_k(self) -> int | None:

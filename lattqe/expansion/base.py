@@ -188,9 +188,8 @@ class Method(Described, ABC):
         """Whether database rows are adapted to their collection first (`lattqe.adaptation`), unless asked otherwise."""
         return False
 
-    @property
-    def hop_alpha(self) -> float:
-        """Share of a hop that comes from the neighbors, where the caller does not say."""
+    def hop_alpha(self, rows: int) -> float:
+        """Share of a hop among that many rows that comes from the neighbors, where the caller does not say."""
         return HOP_ALPHA
 
     def origin_of_k(self, augmented: bool = False) -> str:

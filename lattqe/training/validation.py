@@ -215,7 +215,9 @@ def validate_dba(
         for m in n_dba:
             done = augment(for_rows, one.index, graph, m, team)
             for h in hops:
-                xb = done.vectors if h == 1 else hop(done.weights, done.rows, one.xb, for_rows.hop_alpha, h)
+                xb = (
+                    done.vectors if h == 1 else hop(done.weights, done.rows, one.xb, for_rows.hop_alpha(len(one.xb)), h)
+                )
                 index = ranking_index(xb)
                 found = one.nearest(index, method.depth(max(n_qe)))
                 for k in (0, *n_qe):

@@ -182,10 +182,21 @@ def test_augment_hops_over_the_edges_of_any_method(method):
     one = augment_rows(FlatIndex(x), np.arange(60), D, I, theta, 5)
     np.testing.assert_array_equal(lattqe.augment(x, theta, 5), one.vectors)
     np.testing.assert_array_equal(lattqe.augment(x, theta, 5, hops=1), one.vectors)
-    expected = dense_hop(one.weights, one.rows, x, theta.hop_alpha, 4)
+    expected = dense_hop(one.weights, one.rows, x, theta.hop_alpha(len(x)), 4)
     np.testing.assert_allclose(lattqe.augment(x, theta, 5, hops=4), expected, atol=1e-5)
     other = dense_hop(one.weights, one.rows, x, 0.3, 4)
     np.testing.assert_allclose(lattqe.augment(x, theta, 5, hops=4, hop_alpha=0.3), other, atol=1e-5)
+
+
+def test_features_flow_less_in_a_very_small_database():
+    """A learned share grows with the square of the rows up to 200; a share that is asked for is taken as it is."""
+    theta = create("lattqe", dba=True)
+    learned = theta.hop_alpha(200)
+    assert [theta.hop_alpha(rows) / learned for rows in (10, 100, 200, 10**6)] == pytest.approx([0.0025, 0.25, 1, 1])
+    x = world(3, 60, 1, 8)[2]
+    few = lattqe.augment(x)
+    np.testing.assert_array_equal(few, lattqe.augment(x, hop_alpha=learned * 0.09))
+    assert np.abs(few - lattqe.augment(x, hop_alpha=learned)).max() > 0.01
 
 
 def test_augment_refuses_hops_that_mean_nothing():
