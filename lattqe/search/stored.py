@@ -33,6 +33,7 @@ SAMPLE_PARTS = 16  # from which they are taken: every part that is read is check
 # parts of both must not come together in one graph.
 SEARCHES = "clusters within a margin"
 CLUSTERS = f"{WORK}nearest"  # of an approximate graph: every process that makes a part of it needs the same
+HEADER_BYTES = 4096  # at most, of that file: one line of JSON before the numbers
 
 
 @dataclass(frozen=True)
@@ -311,17 +312,19 @@ def agree_on_clusters(pending: Pending, rows: Rows, task: GraphTask) -> Approxim
         with lanes_on() as lanes:
             found = approximate(Block.load(rows, lanes[0], task.k), task.k, task.recall or 0.0, lanes)
         facts = {"wanted": found.wanted, "clusters": found.clusters, "planned": found.planned, **asdict(found.recall)}
+        header = canonical_json(facts)
+        header += b" " * (-(len(header) + 1) % found.nearest.itemsize) + b"\n"  # so that numbers are read in place
         with suppress(AlreadyExistsError):
-            place.create(CLUSTERS, seal_bytes(canonical_json(facts) + b"\n" + found.nearest.tobytes()))
+            place.create(CLUSTERS, seal_bytes(header + found.nearest.tobytes()))
     try:
-        body = bytes(unseal_bytes(place.read(CLUSTERS), f"{pending.uri}/{CLUSTERS}"))
+        body = unseal_bytes(place.read(CLUSTERS), f"{pending.uri}/{CLUSTERS}")
     except CorruptDataError:
         place.delete(CLUSTERS)  # the same command again finds the same clusters again
         raise
-    header, _, numbers = body.partition(b"\n")
+    header, _, _ = bytes(body[:HEADER_BYTES]).partition(b"\n")
     facts = parse_json(header, f"{pending.uri}/{CLUSTERS}")
     wanted, clusters, planned = (facts.pop(name) for name in ("wanted", "clusters", "planned"))
-    nearest = np.frombuffer(numbers, dtype=np.int32).reshape(len(rows), -1)
+    nearest = np.frombuffer(body, dtype=np.int32, offset=len(header) + 1).reshape(len(rows), -1)
     return Approximation(nearest, clusters, planned, wanted, Recall(**facts))
 
 
