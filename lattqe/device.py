@@ -5,8 +5,8 @@ And the memory of this process, as the system counts it.
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from lattqe.errors import LattqeError
 
+STAGED_BYTES = 16 << 20  # of each pinned buffer that rows go through: a millisecond of the bus
 SUM_BYTES = 128 << 20  # of the vectors that one block of sparse sums names
 LEAST_SUM_BYTES = 1 << 16
 Sent = list[Callable[[], torch.Tensor]]  # what a Sender gave, each copy to be used by whoever asks for it
@@ -80,6 +81,34 @@ class Sender:
             return there
 
         return take
+
+    def bring(self, pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Copy pieces (n_i, D), at least one, to the device as one tensor (n, D), and wait until it is there.
+
+        To a GPU through two pinned buffers: one is filled while the other is being copied, beside what other threads
+        have the device do. Only the thread that calls waits.
+        """
+        dim, gpu = pieces[0].shape[1], self._stream is not None
+        step = max(STAGED_BYTES // max(dim * dtype.itemsize, 1), 1)
+        with torch.cuda.stream(self._stream) if gpu else nullcontext():
+            # Allocated within this stream: no kernel of another one still uses what was there before.
+            there = torch.empty((sum(map(len, pieces)), dim), dtype=dtype, device=self.device)
+            buffers = [torch.empty((min(step, len(there)), dim), dtype=dtype, pin_memory=gpu) for _ in range(2)]
+            copied = [torch.cuda.Event() if gpu else None for _ in buffers]
+            start = 0
+            for turn, part in enumerate(part for piece in pieces for part in piece.split(step)):
+                buffer, rows = buffers[turn % 2][: len(part)], slice(start, start + len(part))
+                if (event := copied[turn % 2]) is not None:
+                    event.synchronize()
+                buffer.copy_(part)
+                there[rows].copy_(buffer, non_blocking=True)
+                if event is not None:
+                    event.record()
+                start = rows.stop
+        if self._stream is not None:
+            self._stream.synchronize()
+            there.record_stream(torch.cuda.current_stream(self.device))
+        return there
 
 
 class SparseSums:
