@@ -99,7 +99,7 @@ def flowing() -> None:
     weights = np.full(rows.shape, 1 / 33, np.float32)
     W = directed(weights, rows, len(x))
     S = transition(W, W.T.tocsr(), weights[:, 0], 0)
-    took = spent(lambda: hopped(S, x, x, 0.9))
+    took = spent(lambda: hopped(S @ x, x, 0.9))
     print(f"HOP_BYTES_PER_SECOND {4 * S.nnz * x.shape[1] / took:.3g}")
     print(f"IMPORT_VALUES_PER_SECOND {x.size / spent(lambda: normalised(x, 'float16')):.3g}")
 

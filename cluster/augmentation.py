@@ -199,9 +199,9 @@ class ShardReader:
         return answers
 
 
-def hop_workers() -> int:
-    """One worker for each core: hops have no use for a GPU."""
-    return max(1, int(ray.cluster_resources().get("CPU", 1)))
+def hop_workers(device: str = "cpu") -> int:
+    """One worker for each core, or for each GPU where hops run on these."""
+    return max(1, gpus_available() if device != "cpu" else int(ray.cluster_resources().get("CPU", 1)))
 
 
 def predict_hop_memory(task: HopTask, process: int) -> int:
@@ -228,14 +228,15 @@ def run_hops(
 ) -> AugmentSummary:
     """Do all that is missing of `task.to` with `workers` actors; `on_rows(n)` after each n rows of a group of columns.
 
-    An actor asks for a core. What it took is added to `summary`. `pending` knows which parts were checked already.
-    The manifest is the caller's.
+    An actor asks for a core, and for a GPU where hops run on these. What it took is added to `summary`. `pending` knows
+    which parts were checked already. The manifest is the caller's.
     """
     started = time.monotonic()
     pending = pending or Pending.attach(task.to)
     check_parts(pending)
-    workers = workers or hop_workers()
-    actors = ray.remote(**(resources or {"num_cpus": 1}))(HopWorker).options(scheduling_strategy="SPREAD")
+    workers = workers or hop_workers(task.device)
+    resources = resources or ({"num_cpus": 1} if task.device == "cpu" else {"num_cpus": 1, "num_gpus": 1})
+    actors = ray.remote(**resources)(HopWorker).options(scheduling_strategy="SPREAD")
 
     def attempt() -> None:
         schedule = Schedule(task, pending)

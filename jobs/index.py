@@ -189,7 +189,7 @@ def _hop(task: "Augmentation", workers: int | None, process: int | None) -> Made
 
     pending = begin_index(task)
     check_parts(pending)
-    workers = workers or hop_workers()
+    workers = workers or hop_workers(task.device)
     memory = predict_hop_memory(task.hop_task(), process or resident_bytes())
     show_hops(task, workers, {"workers": workers, "memory of a worker": human_bytes(memory)})
     with _hop_bar(task, pending) as bar:

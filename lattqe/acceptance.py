@@ -1,8 +1,8 @@
 """One acceptance run for a device: every part that was only tested on torch's CPU device, on the real one.
 
 Bounds of all kinds of products are attacked, the graph must be the CPU's to the last bit, faiss must agree, augmented
-rows must be the CPU's within a tolerance, a run that was killed must end in the bytes of one that was not; and the
-rates that the plans depend on are measured.
+rows and hops must be the CPU's within a tolerance, a run that was killed must end in the bytes of one that was not; and
+the rates that the plans depend on are measured.
 """
 
 import os
@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lattqe.device import SparseSums
+from lattqe.expansion.diffusion import directed
 from lattqe.search.compare import Lists as GraphLists
 from lattqe.search.compare import compare_within
 from lattqe.search.exact import exact_scores
@@ -78,6 +80,7 @@ def accept(device: torch.device, rows: int = ROWS, place: str | None = None) -> 
     second = faiss_graph(x, K, clock=clock)
     checks["faiss agrees"] = {"passed": bool((second[0] == expected[0]).all()), "uncertain": clock.counts["uncertain"]}
     checks["augmentation"] = augmentation(x[:NETWORK_ROWS], device)
+    checks["hops"] = hop_sums(x, expected[0], device)
     checks["killed and resumed"] = kill_and_resume(x[:NETWORK_ROWS], device)
     measured = rates(device) | ({} if place is None else {STORAGE_RATE: round(storage_rate(place) / 1e9, 3)})
     return {
@@ -126,6 +129,21 @@ def augmentation(x: np.ndarray, device: torch.device) -> dict[str, Any]:
     there, here = (augmented_on(name, x)() for name in (str(device), "cpu"))
     worst = float(np.abs(there - here).max())
     return {"passed": worst <= TOLERANCE, "largest difference": worst}
+
+
+def hop_sums(x: np.ndarray, ids: np.ndarray, device: torch.device) -> dict[str, Any]:
+    """Sums of one hop of x (n, D) over neighbors ids (n, k), there and on the CPU; rows that lie on the device, and
+    rows that are sent block by block, must give the same bits.
+    """
+    H, n = x.astype(np.float32), len(x)
+    S = directed(np.full((n, 1 + ids.shape[1]), 1 / ids.shape[1], np.float32), np.insert(ids, 0, np.arange(n), 1), n)
+    lying, sent = SparseSums(device), SparseSums(device)
+    lying.take(H)
+    sent.take(H, stay=False)
+    sent.block_bytes = H.nbytes // 4  # several blocks
+    there, again = lying.multiply(S), sent.multiply(S)
+    worst = float(np.abs(there - S @ H).max())
+    return {"passed": worst <= TOLERANCE and bool((there == again).all()), "largest difference": worst}
 
 
 def augmented_on(name: str, x: np.ndarray) -> Callable[[], np.ndarray]:

@@ -5,13 +5,20 @@ And the memory of this process, as the system counts it.
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import numpy as np
+import scipy.sparse as sparse
 import torch
 
 from lattqe.errors import LattqeError
+
+STAGED_BYTES = 16 << 20  # of each pinned buffer that rows go through: a millisecond of the bus
+SUM_BYTES = 128 << 20  # of the vectors that one block of sparse sums names
+LEAST_SUM_BYTES = 1 << 16
+Sent = list[Callable[[], torch.Tensor]]  # what a Sender gave, each copy to be used by whoever asks for it
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -35,6 +42,13 @@ def gpu_or_none(name: str = "auto") -> torch.device | None:
     """The device for searches: a GPU, or None for the CPU and its own products."""
     device = pick_device(name)
     return None if device.type == "cpu" else device
+
+
+def planned_device(kind: str) -> torch.device | None:
+    """The device of a worker whose job was planned for that kind, None: the CPU and its own code. A planned GPU must be
+    there, unless LATTQE_DEVICE names another device.
+    """
+    return None if kind == "cpu" else pick_device(os.environ.get("LATTQE_DEVICE") or kind)
 
 
 def room_on(device: torch.device) -> int:
@@ -67,6 +81,96 @@ class Sender:
             return there
 
         return take
+
+    def bring(self, pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Copy pieces (n_i, D), at least one, to the device as one tensor (n, D), and wait until it is there.
+
+        To a GPU through two pinned buffers: one is filled while the other is being copied, beside what other threads
+        have the device do. Only the thread that calls waits.
+        """
+        dim, gpu = pieces[0].shape[1], self._stream is not None
+        step = max(STAGED_BYTES // max(dim * dtype.itemsize, 1), 1)
+        with torch.cuda.stream(self._stream) if gpu else nullcontext():
+            # Allocated within this stream: no kernel of another one still uses what was there before.
+            there = torch.empty((sum(map(len, pieces)), dim), dtype=dtype, device=self.device)
+            buffers = [torch.empty((min(step, len(there)), dim), dtype=dtype, pin_memory=gpu) for _ in range(2)]
+            copied = [torch.cuda.Event() if gpu else None for _ in buffers]
+            start = 0
+            for turn, part in enumerate(part for piece in pieces for part in piece.split(step)):
+                buffer, rows = buffers[turn % 2][: len(part)], slice(start, start + len(part))
+                if (event := copied[turn % 2]) is not None:
+                    event.synchronize()
+                buffer.copy_(part)
+                there[rows].copy_(buffer, non_blocking=True)
+                if event is not None:
+                    event.record()
+                start = rows.stop
+        if self._stream is not None:
+            self._stream.synchronize()
+            there.record_stream(torch.cuda.current_stream(self.device))
+        return there
+
+
+class SparseSums:
+    """Sparse matrices times the same dense rows H (n, c) float32 on a device, block by block of the matrix's rows.
+
+    H lies on the device where it fits in half of what is free. Otherwise each block's rows of it are sent; these, and
+    the block's entries in any case, while the block before is computed. A row's sum takes its entries one by one in
+    their order, so neither where H lies nor the size of blocks changes a bit.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.block_bytes = device, SUM_BYTES
+        self._sender = Sender(device)
+        self._here = np.empty((0, 0), np.float32)
+        self._there: torch.Tensor | None = None
+
+    def take(self, H: np.ndarray, stay: bool = True) -> None:
+        """Use H (n, c) float32 from now on; it must not change before the next call. stay: on the device, if it can."""
+        self._here = H
+        if self._there is None or self._there.shape != H.shape:
+            self._there = None  # what lies there goes before there is a question of room
+            if stay and 0 < H.nbytes <= room_on(self.device):
+                self._there = torch.empty(H.shape, device=self.device)
+        if self._there is not None:
+            self._there.copy_(torch.from_numpy(H))
+
+    def multiply(self, S: sparse.csr_array) -> np.ndarray:
+        """S @ H for S (m, n) float32: (m, c) float32. Blocks are halved while the device has no memory for them."""
+        out = np.empty((S.shape[0], self._here.shape[1]), np.float32)
+        start, ahead = 0, None
+        while start < len(out):
+            try:
+                stop, sums, ahead = self._sum(S, *(ahead or self._send(S, start)))
+            except torch.OutOfMemoryError as error:
+                if self.block_bytes <= LEAST_SUM_BYTES:
+                    raise LattqeError(
+                        f"{self.device} has no memory left, even for {self.block_bytes >> 10} KiB of vectors: end what "
+                        "else uses it, or set LATTQE_DEVICE=cpu"
+                    ) from error
+                self.block_bytes, ahead = self.block_bytes // 2, None
+            else:
+                out[start:stop], start = sums, stop
+        return out
+
+    def _sum(self, S: sparse.csr_array, stop: int, sent: Sent) -> tuple[int, np.ndarray, tuple[int, Sent] | None]:
+        """What was sent summed up, rows up to `stop`; meanwhile the next block, if any, is sent."""
+        table, columns, starts, values = (each() for each in sent)
+        sums = torch.nn.functional.embedding_bag(columns, table, starts, mode="sum", per_sample_weights=values)
+        ahead = self._send(S, stop) if stop < S.shape[0] else None
+        return stop, sums.cpu().numpy(), ahead
+
+    def _send(self, S: sparse.csr_array, start: int) -> tuple[int, Sent]:
+        """Begin to send the rows of S from `start`: where they stop, and vectors, columns, first entries and values."""
+        entries = self.block_bytes // (4 * max(self._here.shape[1], 1))
+        stop = max(int(np.searchsorted(S.indptr, int(S.indptr[start]) + entries, side="right")) - 1, start + 1)
+        part, there = slice(S.indptr[start], S.indptr[stop]), self._there
+        columns = S.indices[part]
+        if there is None:
+            named, columns = np.unique(columns, return_inverse=True)
+        table = (lambda: there) if there is not None else self._sender.send(torch.from_numpy(self._here[named]))
+        arrays = columns.astype(np.int32), (S.indptr[start:stop] - part.start).astype(np.int32), S.data[part].copy()
+        return stop, [table, *(self._sender.send(torch.from_numpy(each)) for each in arrays)]
 
 
 @contextmanager

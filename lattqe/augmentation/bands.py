@@ -21,7 +21,7 @@ import pyarrow as pa
 import scipy.sparse as sparse
 
 from lattqe.augmentation.recipe import Cut, HopTask
-from lattqe.device import peak_bytes
+from lattqe.device import SparseSums, peak_bytes, planned_device
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion.diffusion import directed, hopped, transition, unit_rows
 from lattqe.store import Edges, FeatureSet, MissingFileError, Pending, UnavailableError
@@ -71,6 +71,8 @@ class HopWorker:
                 f"{task.edges} has edges of {self.edges.rows} rows, but {task.features} has "
                 f"{self.features.rows}: these are edges of other features"
             )
+        device = planned_device(task.device)
+        self.sums = None if device is None else SparseSums(device)
         self._held: tuple[tuple[int, int] | None, np.ndarray] = (None, np.empty((0, 0), np.float32))
 
     def run(self, item: Item) -> dict[str, Any]:
@@ -146,7 +148,8 @@ class HopWorker:
         S = self._rows_of_s(band)
         first, stop = self.cut.bands[band]
         x = before[first:stop] if hop == 1 else self._read_vectors(group, 0, band)
-        self._write(_vectors(group, hop, band), hopped(S, before, x, self.task.alpha))
+        flowed = S @ before if self.sums is None else self.sums.multiply(S)
+        self._write(_vectors(group, hop, band), hopped(flowed, x, self.task.alpha))
 
     def _all_rows(self, group: int, hop: int) -> np.ndarray:
         """All rows of a group after a hop (n, c), held until another is requested; read band by band."""
@@ -162,6 +165,8 @@ class HopWorker:
             held = np.empty(shape, np.float32)
         for band, (first, stop) in enumerate(self.cut.bands):
             held[first:stop] = self._read_vectors(group, hop, band)
+        if self.sums is not None:
+            self.sums.take(held)
         self._held = ((group, hop), held)
         return held
 

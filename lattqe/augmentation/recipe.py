@@ -54,6 +54,7 @@ class HopTask:
     cache: str | None = None  # node-local folder that keeps remote rows
     band_rows: int = BAND_ROWS
     group_bytes: int = GROUP_BYTES
+    device: str = "cpu"  # the kind that hops are computed on: it decides the last bits
 
     def __post_init__(self) -> None:
         """Make addresses absolute, for the workers."""
@@ -308,7 +309,7 @@ class Augmentation:
 
     def hop_task(self) -> HopTask:
         """The hops over the edges."""
-        return HopTask(self.features, self.edges, self.to, self.hops, self.hop_alpha, self.cache)
+        return HopTask(self.features, self.edges, self.to, self.hops, self.hop_alpha, self.cache, device=self.device)
 
 
 def write_reusable(place: Place, part: int, reusable: np.ndarray) -> None:

@@ -78,9 +78,8 @@ def _entries(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: t
     return sparse.csr_array((values.astype(np.float64), where), shape=shape)
 
 
-def hopped(S: sparse.csr_array, H: np.ndarray, x: np.ndarray, alpha: float) -> np.ndarray:
-    """One hop of some rows (m, c) float32: S (m, n), H (n, c) float32 of all rows, x (m, c) their original vectors."""
-    out = S @ np.ascontiguousarray(H, dtype=np.float32)
+def hopped(out: np.ndarray, x: np.ndarray, alpha: float) -> np.ndarray:
+    """One hop of some rows, from their S H in `out` (m, c) float32, which it becomes; x (m, c): original vectors."""
     out *= np.float32(alpha)
     out += np.float32(1 - alpha) * np.asarray(x, dtype=np.float32)
     return out
@@ -123,7 +122,7 @@ def hop(
         original = np.ascontiguousarray(x[:, columns], dtype=np.float32)
         H = original
         for _ in range(hops):
-            H = hopped(S, H, original, alpha)
+            H = hopped(S @ H, original, alpha)
             if on_hop is not None:
                 on_hop()
         out[:, columns] = H

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from threadpoolctl import ThreadpoolController
 
-from lattqe.device import matmul_precision, torch_threads
+from lattqe.device import Sender, matmul_precision, torch_threads
 from lattqe.errors import LattqeError
 from lattqe.search.exact import (
     FORMATS,
@@ -30,7 +30,7 @@ from lattqe.search.exact import (
     multiply_codes,
     norms,
 )
-from lattqe.search.rows import Rows, as_tensor, check_rows, row_range, surplus_rows, together
+from lattqe.search.rows import Rows, as_tensor, check_rows, pieces_of, row_range, surplus_rows, together
 
 SYMMETRIC_DIM = 256  # below, numpy loses more by mirroring A @ A.T than it gains by computing half of it
 TILE_ENTRIES = 4 << 20  # of one product: with its masks it stays near the last-level cache
@@ -202,11 +202,12 @@ class TorchProducts:
         self.device = device
         self.tile, self.entries, self.threads = tile, TILE_ENTRIES, threads or torch.get_num_threads()
         self._buffer = torch.empty(0, device=device)
+        self._sender = Sender(device)
 
     def hold(self, x: Rows) -> Any:
-        """See Products."""
-        held = torch.empty(x.shape, dtype=torch.float16 if x.dtype == np.float16 else torch.float32, device=self.device)
-        return together(x, held)
+        """See Products; may be called by a thread that loads the next rows while these are compared."""
+        dtype = torch.float16 if x.dtype == np.float16 else torch.float32
+        return self._sender.bring([as_tensor(piece) for piece in pieces_of(x)], dtype)
 
     def widen(self, rows: torch.Tensor) -> torch.Tensor:
         """See Products."""

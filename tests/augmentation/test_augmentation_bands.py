@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 from hop_world import ALPHA, DIM, HOPS, ROWS, begun, expected, make_world, no_bar, published
 
 from lattqe.augmentation import AugmentSummary
 from lattqe.augmentation.bands import FOLDER, HopWorker, Schedule, StaleHopsError, run_hops
 from lattqe.augmentation.recipe import HopTask
+from lattqe.device import planned_device
 from lattqe.errors import LattqeError
 from lattqe.store import FeatureSet, FeatureWriter
 
@@ -104,3 +106,55 @@ def test_bands_are_cut_by_the_number_of_rows_alone(world):
     assert len(task.cut(1_000_000, 2048).groups) == 16
     assert len(task.cut(100_000_000, 128).bands) == 256
     assert task.cut(20_000, 128).bands == [(0, 16384), (16384, 20000)]
+
+
+def on_device(world, name, monkeypatch, room, most=1 << 30):
+    """All rows after hops planned for a GPU, on torch's CPU device, as LATTQE_DEVICE says; `room` in bytes for vectors
+    that stay there, memory for the sums of at most so many edges. And how many vectors each sum could name.
+    """
+    monkeypatch.setenv("LATTQE_DEVICE", "cpu")
+    monkeypatch.setattr("lattqe.device.room_on", lambda device: room)
+    tables, sums = [], torch.nn.functional.embedding_bag
+
+    def cramped(columns, table, starts, **more):
+        if len(columns) > most:
+            raise torch.OutOfMemoryError("no room")
+        tables.append(len(table))
+        return sums(columns, table, starts, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.nn.functional, "embedding_bag", cramped)
+        task = begun(world, name, device="cuda")
+        run_hops(task, no_bar, AugmentSummary())
+    return published(task).read(), tables
+
+
+def test_hops_on_a_device_are_those_of_the_cpu_but_for_rounding(world, monkeypatch):
+    """Sums of at most some hundred terms below 1, in float32 and maybe in another order: far below 1e-5."""
+    there, tables = on_device(world, "resident", monkeypatch, 1 << 30)
+    np.testing.assert_allclose(there, expected(world), rtol=0, atol=1e-5)
+    assert set(tables) == {ROWS}, "all vectors of the hop before lay on the device"
+    sent, tables = on_device(world, "sent", monkeypatch, ROWS * 12 * 4 - 1)
+    assert max(tables) < ROWS or len(set(tables)) > 1, "each block sent those that it named"
+    assert sent.tobytes() == there.tobytes()
+
+
+@pytest.mark.parametrize("room", [0, 1 << 30])
+def test_blocks_are_halved_until_the_device_has_room(world, monkeypatch, room):
+    there, tables = on_device(world, "whole", monkeypatch, 1 << 30)
+    monkeypatch.setattr("lattqe.device.LEAST_SUM_BYTES", 64)
+    halved, more = on_device(world, "halved", monkeypatch, room, most=300)
+    assert len(more) > 2 * len(tables)
+    assert halved.tobytes() == there.tobytes()
+    with pytest.raises(LattqeError, match=r"cpu has no memory left, even for 0 KiB .*LATTQE_DEVICE=cpu"):
+        on_device(world, "none", monkeypatch, room, most=0)
+
+
+def test_a_planned_gpu_must_be_there(monkeypatch):
+    monkeypatch.delenv("LATTQE_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert planned_device("cpu") is None
+    with pytest.raises(LattqeError, match="torch sees no GPU"):
+        planned_device("cuda")
+    monkeypatch.setenv("LATTQE_DEVICE", "cpu")
+    assert planned_device("cuda") == torch.device("cpu")

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 import lattqe
+from lattqe.device import SparseSums
 from lattqe.errors import LattqeError
 from lattqe.expansion import create
 from lattqe.expansion.base import CANCELLED, MOST_HOPS, check_hops
@@ -97,10 +99,31 @@ def test_any_cut_by_rows_and_columns_gives_the_same_bytes(seed, n, k, dim, cut, 
         for low in range(0, dim, columns):
             some = slice(low, low + columns)
             for band, part in zip(bands, S):
-                following[band, some] = hopped(part, H[:, some], x[band, some], 0.8)
+                following[band, some] = hopped(part @ np.ascontiguousarray(H[:, some]), x[band, some], 0.8)
         H = following
     cut_up = np.concatenate([unit_rows(H[band], x[band]) for band in bands])
     assert cut_up.tobytes() == whole.tobytes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(1, 60),
+    k=st.integers(1, 9),
+    dim=st.integers(1, 20),
+    size=st.integers(1, 2000),
+    stays=st.booleans(),
+)
+def test_sums_on_a_device_are_those_of_scipy(seed, n, k, dim, size, stays):
+    weights, rows, x = world(seed, n, k, dim)
+    S = directed(weights, rows, n)  # with empty rows, which a hop never has
+    sums = SparseSums(torch.device("cpu"))
+    sums.block_bytes = size
+    for H in (x, -x):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("lattqe.device.room_on", lambda device: x.nbytes if stays else x.nbytes - 1)
+            sums.take(H)
+        np.testing.assert_allclose(sums.multiply(S), S @ H, rtol=0, atol=1e-5)
 
 
 def test_rows_without_edges_and_with_nothing_but_dropped_weights_stay_themselves():

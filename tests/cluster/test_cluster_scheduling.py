@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 import ray
 import torch
+from hop_world import begun, expected, make_world, no_bar, published
 from ray.cluster_utils import Cluster
 
+from cluster.augmentation import hop_workers, run_hops
 from cluster.blocks import BlockPolicy
 from cluster.graph import agree_on_cut, plan_graph, run_graph
 from cluster.graph_worker import GraphWorker, measure_worker, places, threads_for
 from cluster.session import ray_session
+from lattqe.augmentation import AugmentSummary
+from lattqe.augmentation.bands import HopWorker
 from lattqe.cost import cut_rows
 from lattqe.device import pick_device
 from lattqe.errors import LattqeError
@@ -123,6 +127,29 @@ def test_workers_take_declared_gpus_and_stay_on_the_cpu_where_told(cluster, feat
     assert len({node for node, *_ in notes(folder, "worked")}) == 2
     assert {(gpus, device) for _, gpus, device in notes(folder, "worked")} == {("1", "cpu")}
     np.testing.assert_array_equal(found[0], knn_graph(features.read(), K)[0])
+
+
+def test_hops_planned_for_gpus_take_declared_ones(cluster, tmp_path, monkeypatch):
+    """On torch's CPU device, which sums as a GPU does."""
+    monkeypatch.setenv("LATTQE_DEVICE", "cpu")
+    for _ in range(2):
+        cluster.add_node(num_cpus=2, num_gpus=1)
+    cluster.wait_for_nodes()
+    world, folder = make_world(tmp_path), tmp_path / "notes"
+    folder.mkdir()
+
+    class Witness(HopWorker):
+        def __init__(self, task):
+            super().__init__(task)
+            (folder / f"up {os.getpid()} {len(ray.get_gpu_ids())} {self.sums.device}").touch()
+
+    monkeypatch.setattr("cluster.augmentation.HopWorker", Witness)
+    with ray_session(cluster.address):
+        assert (hop_workers(), hop_workers("cuda")) == (4, 2)
+        task = begun(world, device="cuda")
+        run_hops(task, no_bar, AugmentSummary())
+    assert {tuple(note[1:]) for note in notes(folder, "up")} == {("1", "cpu")}
+    np.testing.assert_allclose(published(task).read(), expected(world), rtol=0, atol=1e-5)
 
 
 def test_a_node_that_joins_late_gets_work(cluster, features, tmp_path, monkeypatch):

@@ -59,7 +59,9 @@ def test_vectors_of_two_lengths_are_refused():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pieces_come_to_a_device_whole(dtype):
+@pytest.mark.parametrize("staged", [1, 100, 1 << 24])
+def test_pieces_come_to_a_device_whole(dtype, staged, monkeypatch):
+    monkeypatch.setattr("lattqe.device.STAGED_BYTES", staged)  # at least one row at a time, in two buffers
     x = unit(np.random.default_rng(6), 50, 8, dtype)
     block = Block.load(in_pieces(x, 11, 30), TorchProducts(torch.device("cpu")), 5, widen=True)
     part = block.part(20, 45)

@@ -189,6 +189,20 @@ def test_float16_rows_are_scored_on_the_device(kind, monkeypatch):
             np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("kind", ["float32", "float16", "tf32"])
+def test_rows_sent_in_steps_give_the_same_integers(kind, monkeypatch):
+    """On the CPU the two buffers only take turns; on a GPU they are pinned, and copied in a stream of their own."""
+    rng = np.random.default_rng(7)
+    for dtype in (np.float16, np.float32):
+        xb = np.concatenate([data(rows, rng, 90, 20, dtype) for rows in ("random", "duplicates", "near")])
+        expected = slow_graph(xb, 9)
+        monkeypatch.setattr("lattqe.device.STAGED_BYTES", 17 * 20 * 4)
+        use_lanes(monkeypatch, [MAKE[f"torch device {kind}"](tile=64)])
+        for block_rows in (None, 100):
+            for found, wanted in zip(knn_graph(xb, 9, block_rows=block_rows), expected):
+                np.testing.assert_array_equal(found, wanted)
+
+
 def test_precision_settings_are_put_back():
     setting = torch.backends.cudnn.conv
     before = setting.fp32_precision, torch.backends.cudnn.deterministic
