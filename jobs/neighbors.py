@@ -199,11 +199,16 @@ def exact_where_better(task: "GraphTask", rows: int) -> "GraphTask":
 
 def approximate_neighbors(task: "GraphTask", workers: int | None, here: bool) -> "tuple[Manifest, dict[str, Any]]":
     """Plan, make what is missing, publish an approximate graph, in this process or within a Ray session."""
+    import numpy as np
+
+    from lattqe.cost.stages import finding_bytes
+    from lattqe.device import peak_bytes
     from lattqe.search.approximate import cluster_count
     from lattqe.search.stored import begin_graph, build_approximate, open_sets
 
     pending, features = begin_graph(task), open_sets(task)[0]
     left = sum(pending.part_rows[part] for part in pending.missing())
+    memory = finding_bytes(features.rows, features.dim, np.dtype(features.dtype).itemsize)
     show_table(
         "plan",
         {
@@ -213,6 +218,7 @@ def approximate_neighbors(task: "GraphTask", workers: int | None, here: bool) ->
             "where": "in this process (--workers or --address use Ray)" if here else "clusters here, parts on Ray",
             "parts": f"{len(pending.part_rows)}, {len(pending.part_rows) - len(pending.missing())} of them done",
             "graph": human_bytes(8 * task.k * features.rows),
+            "memory of this process": f"{human_bytes(memory)}, to find the clusters",
         },
     )
     with progress_bar("rows", features.rows, features.rows - left) as bar:
@@ -232,6 +238,8 @@ def approximate_neighbors(task: "GraphTask", workers: int | None, here: bool) ->
         "products": made.counts["products"],
         "rows_searched_exactly": made.counts["short"],
         "peak_worker_bytes": made.peak_bytes,
+        "predicted_bytes": memory,
+        "peak_bytes": peak_bytes(),
         **ran,
     }
 

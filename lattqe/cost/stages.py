@@ -8,7 +8,7 @@ from math import exp
 from typing import Any
 
 from lattqe.adaptation import LEARNED_BYTES, NEAR, centre_count, sample_rows
-from lattqe.cost.augment import NETWORK_SHARE, Weighing, weighing
+from lattqe.cost.augment import NETWORK_SHARE, PROCESS_BYTES, Weighing, weighing
 from lattqe.cost.graph import BASE_BYTES, OPENS_HERE, bytes_per_row, graph_products, product_seconds, scoring_seconds
 from lattqe.cost.work import (
     ATTACH,
@@ -44,6 +44,9 @@ IMPORT_VALUES_PER_SECOND = 120e6
 # Clusters that a row of an approximate graph searches, as rows like photographs took for a recall of 0.95, and by how
 # much clusters of unequal size have more pairs than equal ones: benchmarks/approximate.py.
 ASSUMED_SEARCHED, UNEVEN = 14, 1.2
+# Bytes of the process that finds them, for a value of a row beside its stored one, and for a row: measured at 100,000,
+# 300,000 and 1,000,000 rows.
+FINDING_VALUE_BYTES, FINDING_ROW_BYTES = 12, 48 * DEPTH
 MAPS_BYTES = 300  # of stored maps beside their numbers
 BACKWARD = 3  # times the work of going forward that an update of a network takes: forward, and back for both factors
 
@@ -215,6 +218,11 @@ def growth(
     )
 
 
+def finding_bytes(rows: int, dim: int, itemsize: int = 2) -> int:
+    """Memory of the process that finds the clusters of an approximate graph: all rows, and what each may search."""
+    return PROCESS_BYTES + rows * (dim * (FINDING_VALUE_BYTES + itemsize) + FINDING_ROW_BYTES)
+
+
 def approximate_graph(features: Stored, dim: int, k: int, machines: Machines, *, itemsize: int = 2) -> Work:
     """An approximate graph before its clusters are found. How many of them a row searches is assumed: that shows only
     when they are there, and products grow with it, up to those of an exact graph.
@@ -251,6 +259,7 @@ def approximate_graph(features: Stored, dim: int, k: int, machines: Machines, *,
             "not exact": f"{clusters:,} clusters; a row is assumed to search {ASSUMED_SEARCHED} of them. How many "
             "the recall needs is known once they are found; products grow with it, up to an exact graph's",
             "products to find them, and to measure the recall": f"{finding:.3g}",
+            "memory of the command, which finds them": f"{finding_bytes(rows, dim, itemsize) >> 20:,} MiB",
         },
     )
 
