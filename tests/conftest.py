@@ -192,12 +192,20 @@ def starts_ray(path: str) -> bool:
     return "mark.ray" in (PROJECT / path).read_text()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def without_ray(config: pytest.Config) -> bool:
+    """Whether tests with Ray are left out, as `make check` does."""
+    return "not ray" in config.getoption("markexpr")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Fast tests first: a mistake shows in seconds, not after the last kill. Files stay together.
 
     In two processes (`make test`) one begins with the clusters' tests, the other with the fast ones, and both share
-    what is left: see `ClustersInOne`. Files that share one Ray come before those that need their own.
+    what is left: see `ClustersInOne`. Files that share one Ray come before those that need their own. Without Ray
+    (`make check`) all are fast and stay as they are: sorted, a long file would come last, and one process wait for it.
     """
+    if without_ray(config):
+        return
     parallel = "PYTEST_XDIST_WORKER" in os.environ
     asks = {
         name: {item.location[0] for item in items if name in getattr(item, "fixturenames", ())}
@@ -230,7 +238,7 @@ class ClustersInOne(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.split("::")[0]
-        return path if "not ray" in self.config.getoption("markexpr") else scope_of(path)
+        return path if without_ray(self.config) else scope_of(path)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ClustersInOne:
