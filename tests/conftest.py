@@ -35,7 +35,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Examples are not timed: a busy machine is not a failure. They are the same in each run: no verdict hangs on chance.
-settings.register_profile("lattqe", deadline=None, derandomize=True)
+settings.register_profile("lattqe", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("lattqe")
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -192,12 +192,20 @@ def starts_ray(path: str) -> bool:
     return "mark.ray" in (PROJECT / path).read_text()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def without_ray(config: pytest.Config) -> bool:
+    """Whether tests with Ray are left out, as `make check` does."""
+    return "not ray" in config.getoption("markexpr")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Fast tests first: a mistake shows in seconds, not after the last kill. Files stay together.
 
-    In two processes (`make test`) one begins with the clusters' tests, the other with the fast ones and goes on with
-    the jobs': see `OneRayForEach`. Files that share one Ray come before those that need their own.
+    In two processes (`make test`) one begins with the clusters' tests, the other with the fast ones, and both share
+    what is left: see `ClustersInOne`. Files that share one Ray come before those that need their own. Without Ray
+    (`make check`) all are fast and stay as they are: sorted, a long file would come last, and one process wait for it.
     """
+    if without_ray(config):
+        return
     parallel = "PYTEST_XDIST_WORKER" in os.environ
     asks = {
         name: {item.location[0] for item in items if name in getattr(item, "fixturenames", ())}
@@ -208,33 +216,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = item.location[0]
         ray = starts_ray(path)
         own_ray = ray and path not in asks["local_ray"]
-        return parallel and not (ray and scope_of(path) == CLUSTERS), ray, own_ray, path in asks["s3"]
+        return parallel and scope_of(path) != CLUSTERS, ray, own_ray, path in asks["s3"]
 
     items.sort(key=place)
 
 
 CLUSTERS = "ray: clusters"
-JOBS = "ray: jobs"
 
 
 def scope_of(path: str) -> str:
-    """What one process runs without a break: a file, or half of the files with Ray."""
-    if not starts_ray(path):
-        return path
-    return CLUSTERS if path.startswith(("tests/cluster", "tests/faults")) else JOBS
+    """What one process runs without a break: a file, or all files with clusters, whose nodes have fixed ports."""
+    return CLUSTERS if starts_ray(path) and path.startswith(("tests/cluster", "tests/faults")) else path
 
 
-class OneRayForEach(LoadScopeScheduling):
-    """Each process has one Ray at a time at most, which mostly waits: more would starve each other on two cores.
+class ClustersInOne(LoadScopeScheduling):
+    """One process takes the clusters, then what the other has left: so both end at the same time.
 
-    Where tests with Ray are left out (`make check`), any process takes any file.
+    Each has one Ray at a time at most, which mostly waits: more would starve each other on two cores. Where tests with
+    Ray are left out (`make check`), any process takes any file.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.split("::")[0]
-        return path if "not ray" in self.config.getoption("markexpr") else scope_of(path)
+        return path if without_ray(self.config) else scope_of(path)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> OneRayForEach:
-    """Hand out the tests as `OneRayForEach` does."""
-    return OneRayForEach(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ClustersInOne:
+    """Hand out the tests as `ClustersInOne` does."""
+    return ClustersInOne(config, log)

@@ -60,7 +60,7 @@ def test_examples_are_understood(verb):
     command.make_context(name, arguments)
 
 
-@pytest.mark.parametrize("words", [["jobs.cli", "info", "nowhere"], ["jobs.augment", "nowhere", "--to", "index"]])
+@pytest.mark.parametrize("words", [["jobs.cli", "info", "nowhere"], ["jobs.import_", "nowhere.npy", "--to", "index"]])
 def test_a_verb_runs_as_a_module(words):
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
     assert done.returncode == 2

@@ -133,9 +133,9 @@ def test_the_python_api_is_the_loop(world, case):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("case", ["alphaqe", "dqe", "content", "relational"], indirect=True)
+@pytest.mark.parametrize("case", ["content", "relational"], indirect=True)
 def test_search_in_shards_is_the_python_api(world, case, tmp_path, local_ray):
-    """Weights of scores, negatives from all shards, and both kinds of network: all that shards could tell apart."""
+    """Both kinds of network; `tests/jobs/test_jobs_search.py` has weights of scores and negatives from all shards."""
     check_search(world, case, tmp_path, "--workers", 2)
 
 
@@ -174,7 +174,7 @@ def check_search(world, case, tmp_path, *more):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("case", ["dqe", "relational"], indirect=True)
+@pytest.mark.parametrize("case", ["relational"], indirect=True)
 def test_augment_on_ray_is_augment_in_this_process(world, case, tmp_path, local_ray):
     """The other methods: `tests/cluster/test_cluster_augmentation.py`."""
     method, words = given(world, case[0])[0], options(world, case[0])

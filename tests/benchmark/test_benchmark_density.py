@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from jobs.benchmark import app
 from lattqe.benchmark.cells import Inputs
-from lattqe.benchmark.density import LabelledSet, cut, load_own_set, make_cells
+from lattqe.benchmark.density import LabelledSet, cut, load_own_set, make_cells, rivals
 from lattqe.errors import LattqeError
 from lattqe.evaluation import evaluate
 from lattqe.search import FlatIndex
@@ -70,6 +70,7 @@ def test_cells_hold_the_cut_rows_and_distractors_that_are_relevant_to_nothing(tm
 def test_a_users_own_sets_get_an_answer(tmp_path: Path) -> None:
     first, second = labelled("first"), labelled("second", seed=1)
     words = ["density", "--to", str(tmp_path / "results"), "--relevant", "1", "--relevant", "0"]
+    words += ["--only", "aqe", "--only", "lattqe"]
     for one in (first, second):
         database, queries = store(tmp_path, one)
         words += ["--features", database, "--queries", queries]
@@ -95,6 +96,16 @@ def test_a_users_own_sets_get_an_answer(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, words)
     assert again.exit_code == 0
     assert (tmp_path / "results" / "report.html").read_text() == page
+
+
+def test_every_method_is_measured_where_none_is_named(tmp_path: Path) -> None:
+    database, queries = store(tmp_path, labelled("own"))
+    words = ["density", "--features", database, "--queries", queries, "--relevant", "1"]
+    done = CliRunner().invoke(app, [*words, "--to", str(tmp_path / "results")])
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    lines = list(csv.reader((tmp_path / "results" / "results.csv").read_text().splitlines()))
+    plain, graph = rivals()
+    assert {line[4] for line in lines[1:]} >= {"no expansion", "LAttQE", *(each.label for each in (*plain, *graph))}
 
 
 def test_the_model_alone_is_compared_with_no_expansion(tmp_path: Path) -> None:

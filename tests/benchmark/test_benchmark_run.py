@@ -176,7 +176,7 @@ RIVALS = (
 
 
 def test_rivals_on_the_graph_are_rows_like_all_others(run: Run, tmp_path: Path) -> None:
-    chosen = dataclasses.replace(run, graph_methods=RIVALS, methods=FIXED[:1])
+    chosen = dataclasses.replace(run, datasets=run.datasets[:1], graph_methods=RIVALS, methods=FIXED[:1])
     bench = Bench(chosen, str(tmp_path))
     fill(bench)
     assert Bench(chosen, str(tmp_path)).cells_to_do() == []
@@ -407,7 +407,11 @@ def test_the_papers_own_settings(tmp_path: Path) -> None:
     more = tuple((f"αQE, α = {power:g}", Setting("alphaqe", 1, (("alpha", power),))) for power in (1.0, 2.0, 3.0))
     regimes = (Setting("alphaqe", 24, (("alpha", 2.0),)), Setting("aqewd", 4))
     chosen = dataclasses.replace(
-        small_run(tmp_path / "world", (alpha, decay)), published=True, more_sweeps=more, regime_settings=regimes
+        small_run(tmp_path / "world", (alpha, decay)),
+        distractors=(),
+        published=True,
+        more_sweeps=more,
+        regime_settings=regimes,
     )
     bench = Bench(chosen, str(tmp_path / "run"))
     fill(bench)

@@ -86,7 +86,7 @@ def params_of(method, model):
     return {"model": model, "dba": True} if method == "lattqe" else {}
 
 
-WORKERS = {"aqe": 1, "aqewd": 2, "alphaqe": 3, "dqe": 2, "lattqe": 2}
+WORKERS = {"aqe": 1, "aqewd": 1, "alphaqe": 3, "dqe": 1, "lattqe": 2}
 
 
 @pytest.mark.parametrize("method", WORKERS)

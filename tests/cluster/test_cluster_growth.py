@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +111,9 @@ def test_what_is_there_is_not_searched_again(tmp_path):
 
 @pytest.mark.ray
 @pytest.mark.kill
-def test_a_killed_append_on_ray_ends_in_the_bytes_of_one_process(tmp_path: Path) -> None:
+def test_a_killed_append_on_ray_ends_in_the_bytes_of_one_process(
+    tmp_path: Path, call_lattqe: Callable[..., tuple[int, str, str]]
+) -> None:
     """The driver is killed with its Ray when something was found; the same command goes on."""
     x = rows(3000)
     write(tmp_path / "old", x[:2900])
@@ -127,9 +130,8 @@ def test_a_killed_append_on_ray_ends_in_the_bytes_of_one_process(tmp_path: Path)
         )
 
     def run(*words: object) -> dict[str, object]:
-        process = start(*words)
-        out, shown = process.communicate()
-        assert process.returncode == 0, shown
+        code, out, shown = call_lattqe(*words, "--json")
+        assert code == 0, shown
         return json.loads(out)
 
     method = ("--method", "alphaqe", "-k", K)

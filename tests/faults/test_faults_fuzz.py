@@ -15,7 +15,7 @@ from lattqe.errors import LattqeError
 from lattqe.store import FeatureSet
 from lattqe.store.manifest import checksum, parse_manifest
 
-COUNT = 2000  # `make fuzz` runs 100,000
+COUNT = 1000  # `make fuzz` runs 100,000
 
 
 def test_damaged_files_are_refused_or_right():

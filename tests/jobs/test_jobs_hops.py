@@ -210,8 +210,9 @@ def test_a_graph_of_other_features_other_hops_and_lost_edges_are_refused(feature
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.parametrize("where", ["disk", "s3", "shards"])
+@pytest.mark.parametrize("where", ["s3", "shards"])
 def test_on_ray_the_same_bytes(features, graph, tmp_path, s3_uri, where, capsys):
+    """With mapped rows to S3, and with rows in shards to the disk."""
     assert hopped(features, graph, tmp_path / "here", "--hops", HOPS) == 0
     to = f"{s3_uri}/index" if where == "s3" else str(tmp_path / "index")
     capsys.readouterr()

@@ -11,8 +11,6 @@ from killing import killed_midway
 from lattqe.search import knn_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph
 
-pytestmark = pytest.mark.ray
-
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory):
@@ -25,29 +23,28 @@ def features(tmp_path_factory):
     return FeatureSet.open(str(folder))
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "jobs.neighbors", *map(str, arguments)]
-
-
+@pytest.mark.ray
 @pytest.mark.kill
-def test_killed_driver_and_the_same_command_again(features, tmp_path):
+def test_killed_driver_and_the_same_command_again(features, tmp_path, call_lattqe):
     """Kill -9 when a few lists are written; the second run continues, and gives the bytes of an undisturbed one."""
 
-    def words(to):
-        return command(features.uri, "-k", 9, "--to", to, "--workers", 2, "--block-rows", 40, "--json")
+    words = ("-k", 9, "--workers", 2, "--block-rows", 40, "--json")
 
     def start(to):
         return subprocess.Popen(
-            words(to), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, "-m", "jobs.neighbors", features.uri, *map(str, words), "--to", str(to)],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     to = killed_midway(start, tmp_path, lambda to: len(list((to / "_work" / "lists").glob("*"))) >= 20)
-    arguments = words(to)
-    again = subprocess.run(arguments, capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
-    assert "0 % of them done" not in again.stderr, again.stderr
-    assert "expected time" in again.stderr
-    facts = json.loads(again.stdout)
+    code, out, err = call_lattqe("neighbors", features.uri, *words, "--to", to)
+    assert code == 0, err
+    assert "0 % of them done" not in err, err
+    assert "expected time" in err
+    facts = json.loads(out)
     assert facts["rows"] == 1500
     graph = NeighborGraph.open(str(to))
     ids, scores = knn_graph(features.read(), 9)
@@ -55,8 +52,9 @@ def test_killed_driver_and_the_same_command_again(features, tmp_path):
     np.testing.assert_array_equal(graph.read()[1], scores)
     graph.verify()
     assert graph.manifest.inputs["features"]["digest"] == features.digest
-    third = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    assert json.loads(third.stdout)["digest"] == facts["digest"], "a finished graph is found, not made again"
+    code, out, err = call_lattqe("neighbors", features.uri, *words, "--to", to)
+    assert code == 0, err
+    assert json.loads(out)["digest"] == facts["digest"], "a finished graph is found, not made again"
 
 
 @pytest.mark.parametrize(
@@ -68,10 +66,10 @@ def test_killed_driver_and_the_same_command_again(features, tmp_path):
         (["-k", "3000000000"], "k is 3,000,000,000, far more than the"),
     ],
 )
-def test_refusals_are_one_line(features, tmp_path, options, message):
+def test_refusals_are_one_line(features, tmp_path, options, message, call_lattqe):
     options = [features.uri if option == "FEATURES" else option for option in options]
-    done = subprocess.run(command(features.uri, "--to", tmp_path / "graph", *options), capture_output=True, text=True)
-    assert done.returncode == 2
-    assert message in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
+    code, _, err = call_lattqe("neighbors", features.uri, "--to", tmp_path / "graph", *options)
+    assert code == 2
+    assert message in " ".join(err.split())
+    assert "Traceback" not in err
     assert not (tmp_path / "graph").exists()

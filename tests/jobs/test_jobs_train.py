@@ -20,7 +20,7 @@ from lattqe.errors import LattqeError
 from lattqe.store import FeatureWriter, load_model
 from lattqe.training import train
 
-SLOW = ["steps=300", "checkpoint_every=20", "validate_every=150"]
+SLOW = ["steps=150", "checkpoint_every=20", "validate_every=75"]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 Neighbors whose cosine to the query falls evenly from .85 to .25 (k = 32), 3 encoders, mean over seeds.
 """
 
+from functools import cache
+
 import pytest
 import torch
 from test_model_network import lists
@@ -12,6 +14,7 @@ from lattqe.model import LAttQE, LAttQEConfig
 RANKS = [1, 16, 32]
 
 
+@cache
 def untrained(dim, heads, seeds=2, **changes):
     """Mean weights (33,) of untrained networks."""
     total = torch.zeros(33)

@@ -81,8 +81,9 @@ def undisturbed(request: pytest.FixtureRequest, sets: dict[str, str], tmp_path_f
     return plan
 
 
-@pytest.mark.parametrize("step", range(1, 10))
-def test_killed_at_any_step_and_continued_gives_the_same_weights(
+# Before there is a checkpoint, after a validation, at a checkpoint, between the two stages, within the second.
+@pytest.mark.parametrize("step", [1, 3, 4, 6, 8])
+def test_killed_at_any_kind_of_step_and_continued_gives_the_same_weights(
     undisturbed: Plan, sets: dict[str, str], tmp_path: Path, step: int
 ) -> None:
     plan = plan_for(sets, tmp_path / "model", *RECIPES[Path(undisturbed.destination).name])
