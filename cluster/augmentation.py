@@ -271,14 +271,16 @@ def build_index(
     workers: int | None = None,
     resources: dict[str, float] | None = None,
     policy: BlockPolicy | None = None,
+    reach: Reach | None = None,
     shards: ShardReader | None = None,
     pending: Pending | None = None,
 ) -> AugmentSummary:
     """Compute and publish all missing parts of `task.to` with `workers` actors; `on_rows(n)` after each n rows.
 
     As `lattqe.augmentation.build_index` does in this process, with the same bytes. `resources` is what one actor asks
-    Ray for, as in `{"num_cpus": 1, "num_gpus": 1}`. With `shards`, workers gather vectors from these instead of
-    mapping them. `pending` knows which parts were checked already. The manifest is the caller's.
+    Ray for, as in `{"num_cpus": 1, "num_gpus": 1}`. `reach` says how workers reach the vectors, by default as
+    `choose_reach` does; with `shards` they gather them from shards that are there. `pending` knows which parts were
+    checked already. The manifest is the caller's.
     """
     if task.hopping:
         return run_hops(task.hop_task(), on_rows, AugmentSummary(), workers=workers, policy=policy, pending=pending)
@@ -299,14 +301,20 @@ def build_index(
 
     # A spread strategy uses every node's cores and disks before doubling up on one.
     actors = actor_class.options(scheduling_strategy="SPREAD")
-    ran = run_blocks(
-        lambda _: actors.remote(task, shards),
-        workers or default_workers(),
-        items,
-        on_done=on_done,
-        policy=policy,
-        work=Tally("augment", rows, traffic=itemgetter("traffic")),
-    )
+    opened: AbstractContextManager[ShardedIndex | None] = nullcontext()
+    if shards is None and items:  # parts from S3 that a worker cannot hold would be read again for every block
+        original = FeatureSet.open(task.features)
+        opened = open_shards(original, reach or choose_reach("auto", original, task.cache))
+    with opened as index:
+        reader = shards if index is None else ShardReader(index)
+        ran = run_blocks(
+            lambda _: actors.remote(task, reader),
+            workers or default_workers(),
+            items,
+            on_done=on_done,
+            policy=policy,
+            work=Tally("augment", rows, traffic=itemgetter("traffic")),
+        )
     summary.took, summary.retries = ran.seconds, ran.retries
     summary.workers_lost, summary.spare_copies = ran.actors_lost, ran.spare_copies
     return summary

@@ -243,14 +243,7 @@ def show_hops(task: "Augmentation", workers: int, where: dict[str, Any]) -> None
 
 
 def _augment(task: "Augmentation", workers: int | None, reach: str, process: int | None) -> Made:
-    from cluster.augmentation import (
-        ShardReader,
-        build_index,
-        choose_reach,
-        default_workers,
-        open_shards,
-        predict_memory,
-    )
+    from cluster.augmentation import build_index, choose_reach, default_workers, predict_memory
     from cluster.blocks import check_parts
     from lattqe.augmentation import begin_index
     from lattqe.device import resident_bytes
@@ -276,9 +269,8 @@ def _augment(task: "Augmentation", workers: int | None, reach: str, process: int
             "of which": ", ".join(f"{name} {human_bytes(size)}" for name, size in memory.parts().items()),
         },
     )
-    with open_shards(original, chosen) as index, _bar(pending) as bar:
-        reader = ShardReader(index) if index is not None else None
-        summary = build_index(task, bar.advance, workers=workers, shards=reader, pending=pending)
+    with _bar(pending) as bar:
+        summary = build_index(task, bar.advance, workers=workers, reach=chosen, pending=pending)
     return Made(
         task,
         pending.finish(),

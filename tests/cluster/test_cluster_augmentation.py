@@ -148,6 +148,16 @@ def test_vectors_from_shards_give_the_same_bytes(source, tmp_path, model):
             np.testing.assert_array_equal(got, expected)
 
 
+def test_shards_are_opened_where_workers_cannot_hold_the_vectors(source, tmp_path, on_workers, monkeypatch):
+    """Whoever calls: a benchmark did not, and each of its blocks read all rows from S3 again."""
+    asked = []
+    monkeypatch.setattr(on_ray, "choose_reach", lambda *_: Reach("shards", "for the test", 1))
+    monkeypatch.setattr(on_ray, "ShardReader", lambda index: asked.append(index.rows) or ShardReader(index))
+    gathered, _, _ = augmented(source, tmp_path / "index", workers=1)
+    assert asked == [ROWS]
+    assert gathered.digest == on_workers("alphaqe", WORKERS["alphaqe"])[0].digest
+
+
 MIB = 1 << 20
 
 
