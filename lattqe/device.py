@@ -8,12 +8,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import scipy.sparse as sparse
 import torch
 
 from lattqe.errors import LattqeError
+
+if TYPE_CHECKING:  # a small search does not wait for scipy
+    from scipy import sparse
 
 STAGED_BYTES = 16 << 20  # of each pinned buffer that rows go through: a millisecond of the bus
 SUM_BYTES = 128 << 20  # of the vectors that one block of sparse sums names
@@ -135,7 +138,7 @@ class SparseSums:
         if self._there is not None:
             self._there.copy_(torch.from_numpy(H))
 
-    def multiply(self, S: sparse.csr_array) -> np.ndarray:
+    def multiply(self, S: "sparse.csr_array") -> np.ndarray:
         """S @ H for S (m, n) float32: (m, c) float32. Blocks are halved while the device has no memory for them."""
         out = np.empty((S.shape[0], self._here.shape[1]), np.float32)
         start, ahead = 0, None
@@ -153,14 +156,14 @@ class SparseSums:
                 out[start:stop], start = sums, stop
         return out
 
-    def _sum(self, S: sparse.csr_array, stop: int, sent: Sent) -> tuple[int, np.ndarray, tuple[int, Sent] | None]:
+    def _sum(self, S: "sparse.csr_array", stop: int, sent: Sent) -> tuple[int, np.ndarray, tuple[int, Sent] | None]:
         """What was sent summed up, rows up to `stop`; meanwhile the next block, if any, is sent."""
         table, columns, starts, values = (each() for each in sent)
         sums = torch.nn.functional.embedding_bag(columns, table, starts, mode="sum", per_sample_weights=values)
         ahead = self._send(S, stop) if stop < S.shape[0] else None
         return stop, sums.cpu().numpy(), ahead
 
-    def _send(self, S: sparse.csr_array, start: int) -> tuple[int, Sent]:
+    def _send(self, S: "sparse.csr_array", start: int) -> tuple[int, Sent]:
         """Begin to send the rows of S from `start`: where they stop, and vectors, columns, first entries and values."""
         entries = self.block_bytes // (4 * max(self._here.shape[1], 1))
         stop = max(int(np.searchsorted(S.indptr, int(S.indptr[start]) + entries, side="right")) - 1, start + 1)
