@@ -248,13 +248,10 @@ def approximate_warnings(bench: "Bench") -> list[str]:
     """Say which sets were made of approximate graphs, and which rows of this run are augmented from one."""
     sets = {name: opened.database for name, opened in bench.inputs.items()}
     sets |= {f"{dataset}+{name}": features for (dataset, name), features in bench.distractors.items()}
-    used: dict[str, Any] = {f"the rows of {name} are based on": each for name, each in sets.items()}
-    used |= {f"rows are augmented from {graph.uri},": graph for graph in bench.indexes.known.values()}
-    return [
-        f"{what} {APPROXIMATE_GRAPH}: {each.manifest.approximation}"
-        for what, each in used.items()
-        if each.manifest.approximation is not None
-    ]
+    used = {f"the rows of {name} are based on": each.manifest.approximation for name, each in sets.items()}
+    for graph in bench.indexes.known.values():
+        used[f"rows are augmented from {graph.uri},"] = graph.manifest.approximation
+    return [f"{what} {APPROXIMATE_GRAPH}: {lacks}" for what, lacks in used.items() if lacks is not None]
 
 
 def facts(chosen: "Run", bench: "Bench") -> dict[str, Any]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a small search does not wait for scipy
 STAGED_BYTES = 16 << 20  # of each pinned buffer that rows go through: a millisecond of the bus
 SUM_BYTES = 128 << 20  # of the vectors that one block of sparse sums names
 LEAST_SUM_BYTES = 1 << 16
-Sent = list[Callable[[], torch.Tensor]]  # what a Sender gave, each copy to be used by whoever asks for it
+Sent = list[Callable[[], torch.Tensor]]  # what a Sender gave: each gives its copy when it is called
 
 
 def pick_device(name: str = "auto") -> torch.device:
