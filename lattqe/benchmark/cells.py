@@ -180,9 +180,8 @@ def _rows_of_graph(
     digests = [tuple(each.digest for each in pair) for pair in pairs]
     if made_of in digests or (len(made_of) == 1 and made_of[0] in alone):
         return made_of
-    if len(made_of) > 1 or graph.rows not in {
-        sum(each.rows for each in sets) for sets in (*pairs, *([each] for each in alone.values()))
-    }:
+    sizes = {each.rows for each in alone.values()} | {sum(each.rows for each in pair) for pair in pairs}
+    if len(made_of) > 1 or graph.rows not in sizes:
         return None
     rows = FeatureSet.open(inputs["features"]["uri"])
     if rows.digest != made_of[0]:
