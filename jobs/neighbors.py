@@ -278,7 +278,7 @@ def neighbors_here(task: "GraphTask") -> "tuple[Manifest, dict[str, Any]]":
             "where": "in this process (--workers or --address use Ray)",
             "graph": human_bytes(work.stored),
             "products": f"{work.flops / 1e12:.3g} TFLOP in {kind}",
-            "expected time": f"{human_time(work.worker_seconds)} at {2e-9 * rate * dim:.0f} GFLOP/s",
+            "expected time": f"{human_time(work.worker_seconds)} at {2e-9 * rate * dim:.3g} GFLOP/s",
         },
     )
     with progress_bar("products, millions", work.products // PROGRESS_UNIT + 1) as bar:

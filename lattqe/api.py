@@ -37,7 +37,6 @@ from lattqe.store.artifacts import model_address
 ROW_BLOCK = 4096
 # How far a norm may be from 1: float16 vectors are normalised only so well.
 NORM_SLACK = 0.01
-MEASURED_ROWS = 20_000  # from which on half a second of measuring the kinds of products is small beside the graph
 
 Vectors = np.ndarray | str | Path
 Progress = Callable[[int, int], None]
@@ -119,7 +118,7 @@ def neighbors(
     total = max(len(x) * len(x) // 2, 1)
     device = gpu_or_none("auto")
     sample = x[:: max(len(x) // sample_size(x.shape[1]), 1)]
-    kind = fastest_kind(sample, k, len(x), device)[0] if len(x) >= MEASURED_ROWS else None
+    kind = fastest_kind(sample, k, len(x), device)[0]
     lists = knn_graph(x, k, device=device, kind=kind, clock=ProductClock(_counted(total, progress)))
     return (ApproximateFound if approximate else Found)(*lists[::-1])
 

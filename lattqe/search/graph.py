@@ -29,6 +29,7 @@ from lattqe.search.rows import Clock, Rows, check_k, check_rows, row_range, tile
 
 SAMPLE_FLOPS = 4e9  # for each thread, of the graph of the sample that is measured: about a twentieth of a second
 SAMPLE_ROWS = 1024, 8192
+MEASURED_FLOPS = 5e10  # of a whole graph, a second or so: below, measuring takes longer than the best kind saves
 TRIAL_ROWS, HOPELESS = 256, 3.0  # a kind that is this many times slower on a small trial is not measured further
 SPARE = 32  # candidates beyond k: enough that few rows of ordinary data go without a certificate
 GPU_CANDIDATES = 2048  # the most that faiss selects on a GPU
@@ -91,9 +92,10 @@ def fastest_kind(
     and products per second, selection and exact scores included.
 
     The graph of the sample is computed by every kind in turn, with neighbors in the same proportion to the rows, so
-    that as many entries of a tile are worth keeping as there will be. Takes about `seconds`. The second engine,
-    "faiss", has its own kind.
+    that as many entries of a tile are worth keeping as there will be. Takes about `seconds`; of a small graph only the
+    first kind is tried, on a few rows. The second engine, "faiss", has its own kind.
     """
+    small = float(rows) ** 2 * x.shape[1] < MEASURED_FLOPS
     k = max(round(k * len(x) / max(rows, 1)), 1)
 
     def spent(sample: np.ndarray, kind: str) -> float:
@@ -106,6 +108,8 @@ def fastest_kind(
 
     kinds = ("faiss",) if engine == "faiss" else kinds_for(device)
     trial = x[:: -(-len(x) // TRIAL_ROWS)]
+    if small:
+        return kinds[0], len(trial) ** 2 / 2 / max(spent(trial, kinds[0]), 1e-9)
     first = {kind: min(spent(trial, kind), spent(trial, kind)) for kind in kinds}
     likely = [kind for kind, took in first.items() if took < HOPELESS * min(first.values())]
     best: dict[str, float] = dict.fromkeys(likely, np.inf)

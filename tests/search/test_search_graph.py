@@ -10,7 +10,7 @@ from lattqe.errors import LattqeError
 from lattqe.search import graph, knn_graph
 from lattqe.search.graph import faiss_graph, faiss_lists, update_graph
 from lattqe.search.index import search_block
-from lattqe.search.products import Block, NumpyProducts
+from lattqe.search.products import Block, NumpyProducts, kinds_for
 from lattqe.search.rows import Clock
 
 
@@ -94,3 +94,19 @@ def test_an_update_equals_from_scratch(seed, old, new, removed, k, dim, duplicat
 def test_a_graph_of_more_rows_is_refused():
     with pytest.raises(LattqeError, match="5 rows cannot belong to 4"):
         update_graph(np.eye(4, dtype=np.float32), np.zeros((5, 2), np.int32), np.zeros((5, 2), np.float32))
+
+
+def test_kinds_are_measured_only_where_the_graph_is_worth_it(monkeypatch):
+    computed = []
+    monkeypatch.setattr(
+        graph, "knn_graph", lambda x, k, device, kind: computed.append((len(x), kind)) or knn_graph(x, k, kind=kind)
+    )
+    x = unit(np.random.default_rng(4), 600, 16)
+    first = kinds_for()[0]
+    kind, rate = graph.fastest_kind(x, 8, rows=600, seconds=0.0)
+    assert (kind, computed) == (first, [(200, first)])  # a trial of one kind, for the expected time
+    assert rate > 0
+    computed.clear()
+    graph.fastest_kind(x, 8, rows=10**6, seconds=0.0)
+    assert {kind for _, kind in computed} == set(kinds_for())
+    assert len(x) in {rows for rows, _ in computed}
