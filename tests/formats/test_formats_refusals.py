@@ -277,3 +277,22 @@ def test_labels_that_are_no_labels(tmp_path, label):
         np.save(tmp_path / "labels.npy", np.array(["a", label]))
         with pytest.raises(LattqeError, match=r"labels\.npy: the label of row 1 is"):
             open_source(tmp_path / "x.npy", labels=tmp_path / "labels.npy")
+
+
+def test_a_damaged_page_of_a_declared_gigabyte_is_not_allocated(tmp_path):
+    """Found by fuzzing: a buffered stream reserves what a page header declares before it looks at what is there."""
+    path = tmp_path / "x.parquet"
+    table = pa.table({"vector": pa.array([[1.0, 2.0]] * 50), "label": [f"class {row}" for row in range(50)]})
+    pq.write_table(table, path, compression="none", use_dictionary=False)
+    damaged = bytearray(path.read_bytes())
+    start = pq.read_metadata(path).row_group(0).column(1).data_page_offset
+    sizes = next(place for place in range(start, start + 16) if damaged[place] == 0x2C)  # where they end
+    assert damaged[start : start + 3] == b"\x15\x00\x15"  # the page's type, then its sizes as numbers of 7 bits a byte
+    gigabyte = b"\x15\x80\x80\x80\x80\x08"
+    header = b"\x15\x00" + 2 * gigabyte + bytes(damaged[sizes : sizes + 40])
+    damaged[start : start + len(header)] = header
+    path.write_bytes(damaged)
+    pool = pa.default_memory_pool()
+    before = pool.max_memory()
+    assert "not a readable Parquet file" in refusal(path)
+    assert pool.max_memory() <= max(before, 1 << 26)
