@@ -8,10 +8,11 @@ export RAY_USAGE_STATS_ENABLED = 0
 
 .PHONY: demo check test lint style browser faults fuzz audit clean
 
+# SHUFFLE=3 runs the tests in an order drawn from that seed.
 # mypy has only one thread: it runs beside the tests, and what it says comes last.
 define tests_and_types
 $(BIN)/mypy >$(VENV)/types.txt 2>&1 & types=$$!; \
-$(BIN)/python -m pytest -n 2 $(1); tests=$$?; \
+$(BIN)/python -m pytest -n 2 $(1) $(if $(SHUFFLE),--shuffle $(SHUFFLE)); tests=$$?; \
 wait $$types; types=$$?; cat $(VENV)/types.txt; exit $$((tests | types))
 endef
 

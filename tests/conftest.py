@@ -1,6 +1,7 @@
 """Shared fixtures: a real S3 server, and where the real data is."""
 
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -197,6 +198,11 @@ def without_ray(config: pytest.Config) -> bool:
     return "not ray" in config.getoption("markexpr")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--shuffle 3`: no verdict may hang on what ran before."""
+    parser.addoption("--shuffle", metavar="SEED", help="files, and the tests of each, in an order drawn from this seed")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Fast tests first: a mistake shows in seconds, not after the last kill. Files stay together.
 
@@ -204,6 +210,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     what is left: see `ClustersInOne`. Files that share one Ray come before those that need their own. Without Ray
     (`make check`) all are fast and stay as they are: sorted, a long file would come last, and one process wait for it.
     """
+    if (seed := config.getoption("shuffle")) is not None:
+        draw = random.Random(seed)
+        files = {path: draw.random() for path in dict.fromkeys(item.location[0] for item in items)}
+        items.sort(key=lambda item: (files[item.location[0]], draw.random()))
     if without_ray(config):
         return
     parallel = "PYTEST_XDIST_WORKER" in os.environ
