@@ -7,8 +7,6 @@ can fix, which must end the training rather than restart it.
 
 import math
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.monitor import Watch
 from cluster.session import gpus_available, require_resources
 from lattqe.errors import LattqeError
+from lattqe.store.local import scratch_folder
 
 # lattqe.training is imported where it is used: Ray loads this module into processes that have no need for torch.
 if TYPE_CHECKING:
@@ -131,16 +130,15 @@ def train_on_cluster(
     # With its driver, so that no other node's death takes it away.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
-    storage = tempfile.mkdtemp(prefix="lattqe-train-")  # Ray Train insists on one; nothing of ours goes there
-    try:
-        trainer = _trainer(plan, board, workers, threads, resources, use_gpu, storage, max_failures)
-        _follow(_in_background(trainer.fit), board, _counting(show, plan.config.batch))
-    except KeyboardInterrupt:
-        _save_and_stop(board)
-        raise
-    finally:
-        ray.kill(board)
-        shutil.rmtree(storage, ignore_errors=True)
+    with scratch_folder("train") as storage:  # Ray Train insists on one; nothing of ours goes there
+        try:
+            trainer = _trainer(plan, board, workers, threads, resources, use_gpu, str(storage), max_failures)
+            _follow(_in_background(trainer.fit), board, _counting(show, plan.config.batch))
+        except KeyboardInterrupt:
+            _save_and_stop(board)
+            raise
+        finally:
+            ray.kill(board)
 
 
 def _in_background(function: Callable[[], Any]) -> "Future[Any]":

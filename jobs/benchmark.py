@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, astuple, replace
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -96,11 +95,12 @@ def main(
     from cluster.session import ray_session
     from lattqe.benchmark.cells import refuse_foreign_results
     from lattqe.store import open_place
+    from lattqe.store.local import scratch_folder
 
     refuse_foreign_results(open_place(to))
     # What a preset makes goes to the run's folder; of a plan nothing stays.
-    with TemporaryDirectory(prefix="lattqe-plan-") if plan else nullcontext(to.rstrip("/")) as folder:
-        options = Options(folder, data, model, *map(several, (columns, features, queries, relevant)))
+    with scratch_folder("plan") if plan else nullcontext(to.rstrip("/")) as folder:
+        options = Options(str(folder), data, model, *map(several, (columns, features, queries, relevant)))
         chosen, cells = chosen_run(spec, options, ablations)
         if check:
             check_golden(chosen)

@@ -1,10 +1,8 @@
 """Runs that need no file: each preset says in one place what it is, which options it takes, and how its run is made."""
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from lattqe.benchmark.density import RELEVANT, DensityCell, density_run, load_own_set, load_photo_sets, make_cells
@@ -29,6 +27,7 @@ from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS
 from lattqe.store import FeatureSet, FeatureWriter, open_place
 from lattqe.store.artifacts import model_address
+from lattqe.store.local import scratch_folder
 
 PHOTO_COLUMNS = 128  # trains in minutes on two cores
 DENSITY_COLUMNS = (128, 512)
@@ -181,9 +180,9 @@ def synthetic_run(folder: str, methods: tuple[Candidate, ...], world: SyntheticW
         split = world.split(name)
         store_synthetic(split, base, made)
         if not place.exists(f"gnd_{name}.json"):
-            with tempfile.TemporaryDirectory(prefix="lattqe-benchmark-") as scratch:
-                save_gnd(Path(scratch) / "gnd.json", split.revisited())
-                place.write(f"gnd_{name}.json", (Path(scratch) / "gnd.json").read_bytes())
+            with scratch_folder("benchmark") as scratch:
+                save_gnd(scratch / "gnd.json", split.revisited())
+                place.write(f"gnd_{name}.json", (scratch / "gnd.json").read_bytes())
         datasets.append(Dataset(name, f"{base}/{name}", f"{base}/{name}-queries", f"{base}/gnd_{name}.json"))
     store_synthetic(world.split("distractors"), base, made)
     distractors = (Distractors("distractors", f"{base}/distractors"),)

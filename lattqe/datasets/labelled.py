@@ -9,7 +9,6 @@ extracted in the order of `cids`, are the rows; its clusters (3D reconstructions
 
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from lattqe.formats import pickle_file
 from lattqe.formats.matrix import read_header
 from lattqe.formats.source import local_files
 from lattqe.store import FeatureSet, FeatureWriter
+from lattqe.store.local import scratch_folder
 
 PHOTO_SETS = ("cub200", "cars196", "grocery81", "caltech101")
 PHOTO_SPLITS = {"train": 0, "val": 1, "test": 2}
@@ -302,11 +302,11 @@ def prepare_photos(source: str, to: str, columns: int | None = None, progress: P
         lacking = [f"{name}_{part}.npy" for part in parts if f"{prefix}{name}_{part}.npy" not in folder.names]
         if lacking:
             raise lacking_files(folder, lacking)
-        with tempfile.TemporaryDirectory(prefix="lattqe-dataset-") as scratch:
-            local = folder.place.uri if folder.place.is_local else scratch
+        with scratch_folder("dataset") as scratch:
+            local = folder.place.uri if folder.place.is_local else str(scratch)
             if not folder.place.is_local:
                 for part in parts:
-                    folder.place.download(f"{prefix}{name}_{part}.npy", Path(scratch) / f"{name}_{part}.npy")
+                    folder.place.download(f"{prefix}{name}_{part}.npy", scratch / f"{name}_{part}.npy")
             for split in PHOTO_SPLITS:
                 _store_photos(
                     load_photos(name, split, Path(local) / (prefix if folder.place.is_local else ""), columns=columns),

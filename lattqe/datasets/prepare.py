@@ -5,11 +5,10 @@ together, and writes feature sets below `to`. Sets that are there already, made 
 """
 
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from lattqe.formats.reader import ENDINGS
 from lattqe.formats.source import ImportSource, file_digest, local_files, open_source
 from lattqe.search import FlatIndex
 from lattqe.store import FeatureSet, FeatureWriter, Place, open_place
+from lattqe.store.local import scratch_folder
 
 REVISITED_SETS = ("roxford5k", "rparis6k")
 R1M_ROWS = 1_001_001  # published distractors
@@ -299,9 +299,9 @@ def prepare_synthetic(world: SyntheticWorld, to: str, progress: Progress = lambd
         if split.rows:
             store_synthetic(split, base, report)
         if name in ("oxford", "paris"):
-            with tempfile.TemporaryDirectory(prefix="lattqe-dataset-") as scratch:
-                save_gnd(Path(scratch) / "gnd.json", split.revisited())
-                open_place(base).write(f"gnd_{name}.json", (Path(scratch) / "gnd.json").read_bytes())
+            with scratch_folder("dataset") as scratch:
+                save_gnd(scratch / "gnd.json", split.revisited())
+                open_place(base).write(f"gnd_{name}.json", (scratch / "gnd.json").read_bytes())
         progress(name, 1, 1)
     return report
 

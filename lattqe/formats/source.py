@@ -1,7 +1,6 @@
 """Several foreign files, on disk or S3, as one matrix: joined in order, with ids, labels, a choice of rows, columns."""
 
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from lattqe.formats.reader import (
     read_labels,
 )
 from lattqe.store import open_place
+from lattqe.store.local import scratch_folder
 from lattqe.store.place import check_name
 
 CHUNK = 8 << 20
@@ -35,10 +35,10 @@ def local_files(uris: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
     Errors raised meanwhile name the URI instead of the downloaded copy.
     """
-    with tempfile.TemporaryDirectory(prefix="lattqe-import-") as folder:
+    with scratch_folder("import") as folder:
         origins: dict[str, str] = {}
         try:
-            yield {name: _local(uri, Path(folder, name), origins) for name, uri in uris.items()}
+            yield {name: _local(uri, folder / name, origins) for name, uri in uris.items()}
         except LattqeError as error:
             message = str(error)
             for copy, uri in origins.items():

@@ -7,6 +7,7 @@ import re
 import secrets
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ import pyarrow as pa
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.store.place import Bytes, ChangedError, MissingFileError, Place, check_name, traffic
 
-TEMPORARY = ".tmp-"
+TEMPORARY, SCRATCH = ".tmp-", "lattqe-scratch-"
 OWNER = re.compile(re.escape(TEMPORARY) + r"(?P<host>.+)-(?P<pid>\d{1,9})-[0-9a-f]{12}", re.DOTALL)
 # The process behind a temporary file of another machine cannot be checked: it counts as abandoned after a day.
 ABANDONED_SECONDS = 86_400
@@ -276,3 +277,34 @@ def _abandoned(path: Path) -> bool:
         except PermissionError:
             pass
     return time.time() - path.stat().st_mtime > ABANDONED_SECONDS
+
+
+@contextmanager
+def scratch_folder(purpose: str) -> Iterator[Path]:
+    """A temporary folder lattqe-scratch-PURPOSE-…, removed at the end; by the next one where its process was killed.
+
+    The process holds a lock on it, which ends with the process, however that ends.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+        _remove_unlocked(left)
+    hidden = Path(tempfile.mkdtemp(prefix=".lattqe-"))
+    lock, folder = os.open(hidden, os.O_RDONLY), hidden.with_name(f"{SCRATCH}{purpose}-{secrets.token_hex(6)}")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        hidden.rename(folder)  # only now do others see it
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_unlocked(folder: Path) -> None:
+    """Remove a scratch folder of this user whose process is gone."""
+    with suppress(OSError):  # gone meanwhile, or locked, or not ours to open
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(descriptor).st_uid == os.getuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)

@@ -4,12 +4,10 @@ Its course is kept for the eye: a figure, and TensorBoard events.
 """
 
 import io
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.model import LAttQE
 from lattqe.model.encoder import Head
 from lattqe.store import open_place
+from lattqe.store.local import scratch_folder
 from lattqe.training import validation
 from lattqe.training.checkpoint import Checkpoints, State, Team, Tensors
 from lattqe.training.config import TrainingConfig
@@ -328,8 +327,8 @@ def tensorboard_events(history: History) -> bytes:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     started = history[0]["time"] if history else 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "events"
+    with scratch_folder("events") as folder:
+        path = folder / "events"
         with path.open("wb") as file:
             writer = RecordWriter(file)
             writer.write(Event(wall_time=started, file_version="brain.Event:2").SerializeToString())

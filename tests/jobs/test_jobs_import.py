@@ -236,6 +236,6 @@ def test_from_s3_to_s3(run, s3_uri, tmp_path):
     place.write("bad.npy", b"nonsense")
     line = refusal(run(f"{place.uri}/bad.npy", "--to", f"{s3_uri}/other"))
     assert f"{place.uri}/bad.npy" in line
-    assert "lattqe-import-" not in line
+    assert "lattqe-scratch-" not in line
     refusal(run(f"{place.uri}/absent.npy", "--to", f"{s3_uri}/other"))
     assert open_place(f"{s3_uri}/other").list() == []

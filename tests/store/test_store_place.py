@@ -6,6 +6,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ import pytest
 
 from lattqe.errors import AlreadyExistsError, LattqeError
 from lattqe.store import ChangedError, MissingFileError, open_place
-from lattqe.store.local import LocalPlace, explained
+from lattqe.store.local import LocalPlace, explained, scratch_folder
 from lattqe.store.place import absolute, node_folder
 
 
@@ -249,3 +251,29 @@ def test_temporary_files_of_others_are_left_alone(tmp_path):
         (tmp_path / "place" / name).write_bytes(b"")
     place.sweep()
     assert {path.name for path in (tmp_path / "place").iterdir()} == {"x", *kept}
+
+
+def test_a_scratch_folder_of_a_killed_process_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lines = f"""
+        import sys, tempfile
+        from lattqe.store.local import scratch_folder
+        tempfile.tempdir = {str(tmp_path)!r}
+        with scratch_folder("test") as folder:
+            (folder / "downloaded").write_bytes(b"x")
+            print(folder, flush=True)
+            sys.stdin.read()
+    """
+    other = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(lines)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    theirs = Path(other.stdout.readline().strip())
+    (tmp_path / "lattqe-results").mkdir()  # a user's own
+    with scratch_folder("test") as ours:
+        assert (theirs / "downloaded").exists()  # its process lives
+        assert ours.is_dir()
+    assert not ours.exists()
+    other.kill()
+    other.communicate()
+    with scratch_folder("test") as ours:
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["lattqe-results", ours.name]
