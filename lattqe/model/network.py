@@ -180,8 +180,10 @@ class LAttQE(nn.Module):
                 )
             if not np.isfinite(found).all():
                 raise LattqeError(f"{source}: tensor {name} holds NaN or infinite values: train it again")
-        network = cls(described)
-        network.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in tensors.items()})
+        with torch.device("meta"):  # nothing is drawn at random that the next line replaces
+            network = cls(described)
+        found = {name: torch.from_numpy(np.array(value, np.float32)) for name, value in tensors.items()}
+        network.load_state_dict(found, assign=True)
         return network.eval()
 
     @classmethod
