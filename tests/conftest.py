@@ -1,5 +1,6 @@
 """Shared fixtures: a real S3 server, and where the real data is."""
 
+import gc
 import os
 import signal
 import sys
@@ -26,6 +27,9 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # keeps what it makes of hypothesis, whose hundred files it rewrites like tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# What the imports leave, some million objects, stays: it is looked through neither while they run nor in any test.
+gc.disable()
 
 # Before anything imports torch: of several processes that share the cores, each has one. Tests that need more say so.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -210,6 +214,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Whatever asks for an S3 server is marked so; the other marks stand in the files."""
     if {"s3", "mortal_s3"} & set(getattr(item, "fixturenames", ())):
         item.add_marker("s3")
+
+
+def pytest_collection_finish() -> None:
+    """All is imported: garbage is that of tests."""
+    gc.freeze()
+    gc.enable()
 
 
 @cache
