@@ -1,5 +1,6 @@
 """Shared fixtures: a real S3 server, and where the real data is."""
 
+import gc
 import os
 import random
 import signal
@@ -11,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-# Ray, torch and boto3 are imported where they are used: the process that only hands out tests waits for none of them.
+# Ray, torch, boto3 and hypothesis are imported where they are used: the process that only hands out tests waits for
+# none of them.
 if TYPE_CHECKING:
     from s3_server import S3Server
 
@@ -23,9 +24,13 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-# The commands and Ray workers that tests start share one compiled package instead of each compiling it anew.
+# The commands and Ray workers that tests start share one compiled package instead of each compiling it anew; and pytest
+# keeps what it makes of hypothesis, whose hundred files it rewrites like tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# What the imports leave, some million objects, stays: it is looked through neither while they run nor in any test.
+gc.disable()
 
 # Before anything imports torch: of several processes that share the cores, each has one. Tests that need more say so.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -35,11 +40,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # A shell that starts the tests in its background has them ignore Ctrl-C, and every command they start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Examples are not timed: a busy machine is not a failure. They are the same in each run: no verdict hangs on chance.
-settings.register_profile("lattqe", deadline=None, derandomize=True, max_examples=50)
-settings.load_profile("lattqe")
-
 PROJECT = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Examples are not timed: a busy machine is not a failure. They are the same in each run: none hangs on chance."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # this process only hands out tests
+    from hypothesis import settings
+
+    settings.register_profile("lattqe", deadline=None, derandomize=True, max_examples=50)
+    settings.load_profile("lattqe")
 
 
 @pytest.fixture
@@ -60,6 +71,25 @@ def call_lattqe(
         return code, printed.out, printed.err
 
     return call
+
+
+@pytest.fixture(autouse=True)
+def synced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Descriptors that were synced; no power is cut here, and thousands of small files would wait for the disk.
+
+    Commands that a test starts, and all tests that kill something, sync as ever.
+    """
+    descriptors: list[int] = []
+    if "kill" not in request.keywords:
+        monkeypatch.setattr("os.fsync", descriptors.append)
+    return descriptors
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark's report without its figures: drawing a dozen takes longer than measuring a small run."""
+    for place in ("lattqe.report", "lattqe.report.page"):
+        monkeypatch.setattr(f"{place}.illustrations", lambda results: [])
 
 
 @pytest.fixture(scope="session")
@@ -185,6 +215,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Whatever asks for an S3 server is marked so; the other marks stand in the files."""
     if {"s3", "mortal_s3"} & set(getattr(item, "fixturenames", ())):
         item.add_marker("s3")
+
+
+def pytest_collection_finish() -> None:
+    """All is imported: garbage is that of tests."""
+    gc.freeze()
+    gc.enable()
 
 
 @cache

@@ -5,6 +5,7 @@ for the weights of one list: nothing of the road is in it.
 """
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -90,13 +91,18 @@ def setting(world, name, k=K):
     return Setting(method, k, tuple(sorted(params.items())))
 
 
+@cache
+def network_of(folder):
+    return LAttQE.load(str(folder))
+
+
 def twin(world, name, x, xb, own=None):
     """Expand one item x (D,) from its ranking of xb, without row `own`."""
     scores = xb.astype(np.float64) @ x.astype(np.float64)
     order = np.lexsort((np.arange(len(xb)), -scores))
     order = order[order != own] if own is not None else order
     if name in NETWORKS:
-        network = LAttQE.load(str(world / name))
+        network = network_of(world / name)
         items = np.concatenate([x[None], xb[order[: network.depth(K)]]])
         with torch.no_grad():
             weights = network(torch.from_numpy(items[None]), dba=own is not None, k=K).weights[0].numpy()
@@ -238,6 +244,7 @@ def test_queries_of_an_adapted_index_go_through_its_space(world, tmp_path):
     )
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_run_file_measures_what_the_commands_give(world, tmp_path):
     """The model that ships, no option anywhere: augment, search and evaluate, or one run file, which names no more."""
     call(jobs.augment.app, world / "database", "--to", tmp_path / "index")

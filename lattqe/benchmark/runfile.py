@@ -33,7 +33,8 @@ from lattqe.store.artifacts import SHIPPED, model_address
 
 MOST_BYTES = 1 << 20  # of a run's file: more is not written by hand
 MOST_NESTED = 8
-MANY_DOTS = re.compile(rb"""(?:[\w"'-]+[ \t]*\.[ \t]*){64}""")
+# From the beginning of a word on and never back: else the time grows with the square of a long word.
+MANY_DOTS = re.compile(rb"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){64}""")
 MOST_NUMBER = 10**6  # of neighbors, and of resamples: beyond it memory ends before sense does
 RUN_KEYS = {"title", "dataset", "distractors", "method", "ablation", "ablations"}
 RUN_KEYS |= {"nqe_sweep", "published", "bootstrap", "graphs"}

@@ -161,13 +161,14 @@ class LAttQE(nn.Module):
             raise LattqeError(f"{source}: config.json has no settings of a network: it is no model of lattqe")
         try:
             described = LAttQEConfig.from_dict(settings)
-            wanted = cls.shapes(described, layers=_count_encoders(tensors))
+            network = cls.hollow(described, layers=_count_encoders(tensors))
         except LattqeError as error:
             raise LattqeError(f"{source}: {error}") from error
         if config.get("version") != VERSION:
             raise LattqeError(
                 f"{source}: network version {config.get('version')!r}, this lattqe reads {VERSION}: train it again"
             )
+        wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
         for name in sorted(set(wanted) ^ set(tensors)):
             problem = "is missing" if name in wanted else "is not part of the network its config.json describes"
             raise LattqeError(f"{source}: tensor {name} {problem}: the files do not belong together")
@@ -180,13 +181,13 @@ class LAttQE(nn.Module):
                 )
             if not np.isfinite(found).all():
                 raise LattqeError(f"{source}: tensor {name} holds NaN or infinite values: train it again")
-        network = cls(described)
-        network.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in tensors.items()})
+        copies = {name: torch.from_numpy(np.array(value, np.float32)) for name, value in tensors.items()}
+        network.load_state_dict(copies, assign=True)
         return network.eval()
 
     @classmethod
-    def shapes(cls, config: LAttQEConfig, layers: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of a network's tensors, of which nothing is allocated; `layers` encoders are stored.
+    def hollow(cls, config: LAttQEConfig, layers: int) -> "LAttQE":
+        """A network whose tensors have names and shapes, and no memory yet; `layers` encoders are stored.
 
         A configuration that comes with tensors is not trusted: it could ask for more than there is memory.
         """
@@ -196,7 +197,7 @@ class LAttQE(nn.Module):
             )
         try:
             with torch.device("meta"):
-                return {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+                return cls(config)
         except RuntimeError as error:  # more elements than can be counted
             raise LattqeError(
                 "config.json asks for a network that is too large: the files do not belong together"

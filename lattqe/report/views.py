@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from lattqe.benchmark.spec import GRAPH_METHODS, describe_setting, is_learned, setting_parts
@@ -31,7 +31,6 @@ CHOSEN = {
     "model": "chosen on validation, in training",
 }
 SHORT = {"fixed": "fixed", "validation": "on val.", "test": "on test", "model": "on val."}
-matplotlib.use("Agg")
 # Colours and markers go to methods in the order of their registration; distinguishable without red and green alone.
 PALETTE = ("#d55e00", "#009e73", "#e0a800", "#0072b2", "#cc79a7", "#56b4e9", "#7f3c8d", "#8c6d31", "#a0522d", "#5f8f00")
 MARKERS = "osD^vPX<>h"
@@ -85,21 +84,24 @@ def _place(method: str) -> int:
 
 
 def _draw(size: tuple[float, float]) -> tuple[Figure, Axes]:
-    return plt.subplots(figsize=size)
+    figure = Figure(figsize=size)
+    return figure, figure.subplots()
 
 
 def to_svg(figure: Figure) -> str:
-    """Render and close a figure; the XML prologue is left out, so that it can stand inside a page."""
+    """Render a figure; the XML prologue is left out, so that it can stand inside a page.
+
+    The canvas is asked itself: `Figure.savefig` would lay out a figure in one drawing and draw it in another.
+    """
     out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    plt.close(figure)
+    FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None})
     text = out.getvalue()
     return text[text.index("<svg") :]
 
 
 def nqe_trends(figure3: Mapping[str, Any]) -> str:
     """Mean mAP over the number of neighbors used for the query, for every method (the paper's figure 3)."""
-    with plt.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, axis = _draw(WIDE)
         axis.axhline(figure3["no_qe"], color=GREY, linestyle="--", linewidth=1.4, label="no expansion")
         for series in figure3["series"]:
@@ -125,7 +127,7 @@ def nqe_trends(figure3: Mapping[str, Any]) -> str:
 def regime_bars(setup: str, content: Mapping[str, Any], xlabel: str) -> str:
     """Relative gain in three groups of queries (the paper's figure 4); groups that ties left empty are left out."""
     groups = [group for group, count in enumerate(content["queries"]) if count]
-    with plt.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, axis = _draw(PANEL)
         series, paper = content["series"], content.get("published", {})
         step = 0.8 / len(series)
@@ -162,7 +164,7 @@ def regime_bars(setup: str, content: Mapping[str, Any], xlabel: str) -> str:
 
 def weight_profile(profile: Mapping[str, Any]) -> str:
     """Mean weight by rank of relevant and of irrelevant neighbors under one method, with a band of 10 to 90 %."""
-    with plt.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, axis = _draw(PANEL)
         for kind, colour, line in (("relevant", "#0072b2", "-"), ("irrelevant", "#d55e00", "--")):
             one = profile[kind]
@@ -185,7 +187,7 @@ def weight_profile(profile: Mapping[str, Any]) -> str:
 
 def query_gains(title: str, gains: Sequence[tuple[str, str, Sequence[float]]]) -> str:
     """Gain in AP of each query, sorted, one line for each (method, label, gains): how many win, how many lose."""
-    with plt.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, axis = _draw(PANEL)
         for method, label, values in gains:
             ordered = sorted(values, reverse=True)
@@ -199,7 +201,7 @@ def query_gains(title: str, gains: Sequence[tuple[str, str, Sequence[float]]]) -
 
 def density_gains(title: str, groups: Sequence[Mapping[str, Any]]) -> str:
     """Gain in mAP over no expansion for each number of relevant images; learned rows with their intervals."""
-    with plt.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, axis = _draw((7.2, 3.8))
         places = range(len(groups))
         plain = [group["lines"][0]["one"] for group in groups]
@@ -252,8 +254,9 @@ def density_gains(title: str, groups: Sequence[Mapping[str, Any]]) -> str:
 
 def graph_figure(statistics: GraphStatistics) -> str:
     """An SVG of two panels: first-neighbor similarities; and the share of list entries that the top rows have."""
-    with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.0))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.6, 3.0))
+        left, right = figure.subplots(1, 2)
         left.hist(statistics.first, bins=BINS, color=PALETTE[3])
         left.set(xlabel="similarity of the first neighbor", ylabel="rows")
         named = np.sort(statistics.in_degrees)[::-1]

@@ -22,6 +22,7 @@ QUERY_BLOCK = 4096
 MANY_QUERIES = 256  # for each thread: fewer, and the threads share the database instead
 BUFFER_BYTES = 128 << 20  # of candidates, for one block of queries
 COUNT_QUERIES, COUNT_ENTRIES = 1024, 2 << 20
+SCANS = 12  # of a tile's products of one query take as long as sorting their numbers
 ENTRIES = 1 << 21  # scores that a SmallIndex sorts at once: with their order some 50 MB
 
 
@@ -280,18 +281,22 @@ def _count_clear(
     products: np.ndarray, scores: np.ndarray, rows: np.ndarray, error: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Count in place what is above each score beyond doubt; return (query, m, column) of what is too close to tell."""
-    doubtful: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    doubtful = [(np.empty(0, dtype=np.int64),) * 3]
     ordered = np.sort(products, axis=1)
     for q in range(len(products)):
         real = np.flatnonzero(rows[q] >= 0)
-        high = np.searchsorted(ordered[q], scores[q, real] + error[q], side="right")
-        low = np.searchsorted(ordered[q], scores[q, real] - error[q], side="left")
+        least, most = scores[q, real] - error[q], scores[q, real] + error[q]
+        low, high = np.searchsorted(ordered[q], least, side="left"), np.searchsorted(ordered[q], most, side="right")
         counts[q, real] += products.shape[1] - high
-        for m in real[high > low]:
-            near = np.flatnonzero(np.abs(products[q] - scores[q, m]) <= error[q])
-            doubtful.append((np.full(len(near), q), np.full(len(near), m), near))
-    if not doubtful:
-        return (np.empty(0, dtype=np.int64),) * 3
+        close = np.flatnonzero(high > low)
+        if len(close) > SCANS:
+            order = np.argsort(products[q])
+            near = [order[low[each] : high[each]] for each in close]
+        else:
+            near = [np.flatnonzero((products[q] >= least[each]) & (products[q] <= most[each])) for each in close]
+        if near:
+            columns, sizes = np.concatenate(near), [len(each) for each in near]
+            doubtful.append((np.full(len(columns), q), np.repeat(real[close], sizes), columns))
     q_all, m_all, near_all = (np.concatenate(column) for column in zip(*doubtful))
     return q_all, m_all, near_all
 

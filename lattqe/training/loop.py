@@ -296,6 +296,7 @@ __all__ = ["Progress", "State", "Training", "new_network", "train"]
 def learning_curve(history: History) -> bytes:
     """An SVG of the loss and of each validation set's mAP over the updates of the first stage."""
     import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     entries = [entry for entry in history if entry["stage"] == "network" and "loss" in entry]
@@ -316,7 +317,7 @@ def learning_curve(history: History) -> bytes:
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.3)
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
     return buffer.getvalue()
 
 

@@ -16,7 +16,7 @@ from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter
 from lattqe.store.writer import join_features, kept_rows
 
-ROWS, DIM, K = 4_000, 8, 48
+ROWS, DIM, K = 2_000, 8, 48
 
 
 def write(uri, x, first=0):
@@ -36,18 +36,18 @@ def index_of(features, graph, model, to):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """4,000 rows, 40 that may join, a small network, and the index of the first."""
+    """2,000 rows, 20 that may join, a small network, and the index of the first."""
     folder = tmp_path_factory.mktemp("world")
     torch.manual_seed(0)
     LAttQE(LAttQEConfig(dim=DIM, heads=1, layers=1, max_k=K, positional_start="small")).save(str(folder / "model"))
-    x = np.random.default_rng(0).standard_normal((ROWS + 40, DIM)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((ROWS + 20, DIM)).astype(np.float32)
     features = write(folder / "features", x[:ROWS])
     graph = publish_graph(features, K, str(folder / "graph"))
     index, _ = index_of(features, graph, str(folder / "model"), folder / "index")
     return folder, x, index
 
 
-@pytest.mark.parametrize(("new", "removed", "share"), [(4, 0, 0.05), (40, 0, 0.4), (2, 2, 0.05)])
+@pytest.mark.parametrize(("new", "removed", "share"), [(2, 0, 0.05), (20, 0, 0.4), (1, 1, 0.05)])
 def test_growth_costs_its_share_and_equals_from_scratch(world, tmp_path, new, removed, share):
     folder, x, index = world
     recipe = Recipe.of(index)

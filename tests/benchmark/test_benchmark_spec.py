@@ -138,6 +138,8 @@ def test_the_variants_of_a_finished_ablation_make_table_2(tmp_path: Path, model:
         ("bootstrap = " + "9" * 400, "a number beyond 64 bits"),
         ("title = 0x" + "f" * 9_000, "a number beyond 64 bits"),
         ("title" + ".a" * 9_000 + " = 1", "nested too deeply"),
+        ("x" * 70 + " . y" * 70 + " = 1", "nested too deeply"),
+        ("title = " + "x" * 1_000_000, "not valid TOML"),  # hours, where a word is searched from each of its letters
         ("bootstrap = nan", "has nan where a number is needed"),
         ("# " + "x" * (1 << 20), "more than 1,048,576 bytes"),
         ('title = "\\u0000"\nbootstrap = 1_000_000_000_000', "bootstrap is 1e\\+12: use at most 1,000,000"),

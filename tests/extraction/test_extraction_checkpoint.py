@@ -172,8 +172,8 @@ def test_garbage_is_refused(data):
         read_checkpoint(data, "net.pth")
 
 
-def test_truncated_file_is_refused(published):
-    data = published()
+def test_truncated_file_is_refused(hollow, published):
+    data = published(hollow)
     with pytest.raises(LattqeError, match="refused"):
         read_checkpoint(data[: len(data) // 2], "net.pth")
 

@@ -65,6 +65,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.session, "ray_session", lambda address=None: nullcontext())
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_any_descriptors_under_the_real_ground_truth(real_gnd: Path, tmp_path: Path) -> None:
     gnd = load_gnd(real_gnd)
     words = prepare(tmp_path, real_gnd, [f"jpg/{name}.jpg" for name in gnd.imlist], list(gnd.qimlist))
@@ -249,10 +250,8 @@ def test_rivals_on_the_graph_give_the_known_numbers(photos_folder: Path, tmp_pat
 
 
 def test_the_table_fits_a_screen_of_100_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-
     methods = (*FIXED, Candidate("aqewd", "AQEwD", "fixed", (8,), (4,), (4,)))
     results = measure_run(small_run(tmp_path, methods), str(tmp_path))
-    publish(results, str(tmp_path))
     screen = Console(width=100, record=True, file=open(tmp_path / "screen", "w"))  # noqa: SIM115
     monkeypatch.setattr(jobs.benchmark, "screen", screen)
     print_results(results)

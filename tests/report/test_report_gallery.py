@@ -438,6 +438,7 @@ def test_ids_never_lead_out_of_the_folder(tmp_path):
     assert len(thumbnails.missing) == 4
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_report_with_the_largest_gains_and_losses(world, tmp_path, tmp_path_factory):
     """`lattqe benchmark --images`: the queries of the table, with pictures, in the report itself."""
     from benchmark_sets import FIXED

@@ -33,12 +33,13 @@ K = 9
 def slow_lists(xb, nearest, k):
     """Compare each row with those whose first cluster is one of its own; with all rows where these are fewer than k."""
     ids, scores = slow_graph(xb, k)
-    all_scores = slow_scores(xb, xb)
-    for row, mine in enumerate(nearest):
-        met = [other for other, theirs in enumerate(nearest) if other != row and theirs[0] in mine]
+    all_scores, first = slow_scores(xb, xb), nearest[:, 0].tolist()
+    for row, mine in enumerate(map(set, nearest.tolist())):
+        met = [other for other, theirs in enumerate(first) if other != row and theirs in mine]
         if len(met) < min(k, len(xb) - 1):
             continue
-        best = sorted(met, key=lambda other: (-all_scores[row, other], other))[:k]
+        line = all_scores[row].tolist()
+        best = sorted(met, key=lambda other: (-line[other], other))[:k]
         ids[row], scores[row] = best, all_scores[row, best]
     return ids, scores
 

@@ -18,6 +18,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings within a test draw no learning curve, which takes longer than all their steps; those of fixtures do."""
+    monkeypatch.setattr("lattqe.training.loop.learning_curve", lambda history: b"<svg/>")
+
+
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Two training sets and a validation database with queries of its classes."""
