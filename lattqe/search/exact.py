@@ -31,6 +31,7 @@ from lattqe.search.rows import Rows, as_tensor, pieces_of, split_rows, tiles
 SCORING_CHUNK = 131_072  # elements gathered at once: enough that threads seldom meet in the interpreter, and cached
 SHORT_RUN = 2  # pairs of one query, below which its vector may as well be gathered for each of them
 CALL_ELEMENTS = 8192  # elements that are gathered in the time that one call takes
+SERIAL_ELEMENTS = 32_768  # that torch converts in the calling thread, which is one of several, instead of starting more
 TINY = 1e-25  # sums of squares below it may have lost terms to float32's underflow
 DOT_LENGTH = 8192  # OpenBLAS splits longer dot products among threads, and then the sum depends on their number
 ENCODED_ROWS = 4096  # at once
@@ -109,13 +110,23 @@ class _Rows:
 
     def __init__(self, x: np.ndarray, most: int) -> None:
         self.x, self.limit = x, max(min(SCORING_CHUNK // max(x.shape[1], 1), most), 1)
-        self.narrow, self.wide = np.empty((self.limit, x.shape[1]), x.dtype), np.empty((self.limit, x.shape[1]))
+        shape = self.limit, x.shape[1]
+        self.narrow, self.wide = np.empty(shape, x.dtype), np.empty(shape)
+        self.single, self.strips = self.narrow, []
+        if x.dtype == np.float16:
+            self.single = np.empty(shape, np.float32)
+            both = (torch.from_numpy(each).view(-1).split(SERIAL_ELEMENTS) for each in (self.narrow, self.single))
+            self.strips = list(zip(*both))
 
     def take(self, rows: np.ndarray) -> np.ndarray:
         """Rows (n,) of x, (n, D) float64, valid until the next call."""
-        wide = self.wide[: len(rows)]
-        # "clip" only spares numpy a copy: the row numbers are all of x.
-        wide[:] = self.x.take(rows, 0, self.narrow[: len(rows)], "clip")
+        n = len(rows)
+        self.x.take(rows, 0, self.narrow[:n], "clip")  # "clip" only spares numpy a copy: the row numbers are all of x
+        # Numpy widens float16 value by value; torch has instructions for it, up to float32. Both steps are exact.
+        for half, single in self.strips[: -(-n * self.x.shape[1] // SERIAL_ELEMENTS)]:
+            single.copy_(half)
+        wide = self.wide[:n]
+        wide[:] = self.single[:n]
         return wide
 
 

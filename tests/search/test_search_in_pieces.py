@@ -81,7 +81,7 @@ UNEQUAL_RUNS = [[3, 1, 2] * 20, [9, 9, 9, 10, 9, 9], [40, 9, 1, 33] * 5, [700, 2
 @pytest.mark.parametrize("road", ROADS)
 def test_exact_scores_are_dot_products_pair_by_pair(road, runs, chunk, dtypes, monkeypatch):
     """Whatever stands in the same chunk, in the same run or in another piece, and however pairs are gathered."""
-    for name, value in {"SCORING_CHUNK": chunk, **ROADS[road]}.items():
+    for name, value in {"SCORING_CHUNK": chunk, "SERIAL_ELEMENTS": 100, **ROADS[road]}.items():
         monkeypatch.setattr(exact, name, value)
     rng = np.random.default_rng(0)
     xq, xb = unit(rng, len(runs), 37, dtypes[0]), unit(rng, 90, 37, dtypes[1])
