@@ -129,9 +129,14 @@ class RunningTopK:
         return np.flatnonzero(self.threshold > self.proven)
 
     def prepare_scores(self) -> None:
-        """All rows are settled: make room for exact scores, one for each entry, in place of the others."""
+        """All rows are settled, so at most half full: exact scores, one for each entry, take the memory of the others.
+
+        They are twice as wide. The first touch of fresh memory costs more than all that is written to it here.
+        """
+        width = max(int(self._fill.max(initial=0)), 1)
+        self._exact = self._scores.view(np.float64)[:, :width]
+        self._exact.fill(np.nan)
         self._scores = np.empty((0, 0), dtype=np.float32)
-        self._exact = np.full((len(self.rows), max(int(self._fill.max(initial=0)), 1)), np.nan)
 
     def score(self, start: int, stop: int, mirror: "RunningTopK | None" = None) -> int:
         """Score the entries of rows start..stop that have no exact score yet; return how many that were.
@@ -201,8 +206,8 @@ class RunningTopK:
 
 
 def capacity_for(k: int) -> int:
-    """Candidates that one row's buffer holds."""
-    return max(SPARE * k, 64)
+    """Candidates that one row's buffer holds: an even number, of which half are room for as many in float64."""
+    return max(SPARE * k + SPARE * k % 2, 64)
 
 
 def _places(i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

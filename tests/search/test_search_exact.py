@@ -134,6 +134,7 @@ def test_buffers_that_are_cut_back_lose_nothing(draw):
     for row, fill in enumerate(running._fill):
         np.testing.assert_array_equal(running._scores[row, :fill], tile[row, running._ids[row, :fill]])
         assert np.isneginf(running._scores[row, fill:]).all()
+    assert 2 * running._fill.max() <= running._scores.shape[1]  # exact scores, twice as wide, take the same memory
     running.prepare_scores()
     running.score(0, len(xq))
     scores, ids = published(*running.lists(0, len(xq)))
