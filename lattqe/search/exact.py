@@ -199,7 +199,9 @@ def merge(lists: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.nd
 
 def published(scores: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Turn inner lists (float64, -inf where missing) into what is stored: D float32 (0 where missing), I int32."""
-    return np.where(ids < 0, 0.0, scores).astype(np.float32), ids.astype(np.int32, copy=False)
+    rounded = scores.astype(np.float32)
+    rounded[ids < 0] = 0.0
+    return rounded, ids.astype(np.int32, copy=False)
 
 
 @dataclass(frozen=True)
