@@ -28,7 +28,7 @@ import torch
 from lattqe.device import matmul_precision
 from lattqe.search.rows import Rows, as_tensor, pieces_of, split_rows, tiles
 
-SCORING_CHUNK = 131_072  # elements gathered at once: enough that threads seldom meet in the interpreter, and cached
+SCORING_CHUNK = 262_144  # elements gathered at once: enough that threads seldom meet in the interpreter, and cached
 SHORT_RUN = 2  # pairs of one query, below which its vector may as well be gathered for each of them
 CALL_ELEMENTS = 8192  # elements that are gathered in the time that one call takes
 SERIAL_ELEMENTS = 32_768  # that torch converts in the calling thread, which is one of several, instead of starting more
