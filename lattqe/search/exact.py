@@ -39,6 +39,7 @@ MAX_RESIDUAL = 0.04  # of the norm, for a useful bound
 OUTLIER = 4.0  # times the median norm or residual: beyond, one row would widen the bound of all others
 SCALES = 2.0**-60, 2.0**60  # between which a product of two scales neither overflows nor loses bits
 UNIT = 2.0**-24
+SIGNLESS = 2**63 - 1
 INT8_MAX = 127
 INT8_DIM = (2**31 - 1) // INT8_MAX**2  # longer vectors could overflow 32 bits
 
@@ -180,14 +181,29 @@ def best_of(scores: np.ndarray, ids: np.ndarray, k: int) -> tuple[np.ndarray, np
 
 
 def exact_order(scores: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The permutation (n, m) that puts each list in exact order, and the scores in it; only lists with ties pay for a
-    second key.
+    """The permutation (n, m) that puts each list in exact order, and the scores in it; only lists with ties, or
+    scores too close for the rough order, pay for a second key.
     """
-    order = np.argsort(-scores, axis=1)
+    order = _rough_order(scores)
     ordered = np.take_along_axis(scores, order, axis=1)
-    tied = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] > -np.inf)).any(axis=1)
+    tied = ((ordered[:, 1:] >= ordered[:, :-1]) & (ordered[:, 1:] > -np.inf)).any(axis=1)
     order[tied] = np.lexsort((ids[tied], -scores[tied]), axis=-1)
+    ordered[tied] = np.take_along_axis(scores[tied], order[tied], axis=1)
     return order, ordered
+
+
+def _rough_order(scores: np.ndarray) -> np.ndarray:
+    """The permutation (n, m) that puts lists (n, m) in descending order, but for scores that differ in their last bits.
+
+    Places are written over those bits and sorted along: integers are sorted by vector instructions, several times as
+    fast as numpy's argsort.
+    """
+    places = (1 << (scores.shape[1] - 1).bit_length()) - 1
+    bits = scores.view(np.int64)
+    keys = ~(bits ^ ((bits >> 63) & SIGNLESS))  # negative numbers descend as their bits ascend
+    keys = (keys & ~places) | np.arange(scores.shape[1])
+    keys.sort(axis=1)
+    return keys & places
 
 
 def merge(lists: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarray, np.ndarray]:
