@@ -37,8 +37,8 @@ class Lists:
 
     @classmethod
     def empty(cls, rows: int, k: int) -> "Lists":
-        """Lists that have seen nothing."""
-        return cls(np.full((rows, k), -np.inf), np.full((rows, k), -1, dtype=np.int32))
+        """Lists that have seen nothing: read-only, and without memory of their own."""
+        return cls(np.broadcast_to(-np.inf, (rows, k)), np.broadcast_to(np.int32(-1), (rows, k)))
 
     def add(self, scores: np.ndarray, ids: np.ndarray, first_row: int) -> "Lists":
         """Merge exact lists whose row numbers count from `first_row`."""
@@ -225,7 +225,7 @@ def _lift(
 
 def _known(lists: Lists) -> np.ndarray | None:
     """The lists' scores, or None where nothing is known yet."""
-    return None if np.isneginf(lists.scores).all() else lists.scores
+    return None if np.isneginf(lists.scores[:, 0]).all() else lists.scores
 
 
 def _score(sides: Sequence[Running], partner: Running | None, threads: int, clock: Clock) -> None:
@@ -250,18 +250,20 @@ def _merge(running: Running, lists: Lists, first_row: int, threads: int, clock: 
 
     `redone`: rows whose lists were found in another way.
     """
+    merged = Lists(np.empty(lists.scores.shape), np.empty(lists.ids.shape, dtype=np.int32))
 
-    def merge_rows(start: int, stop: int) -> Lists:
+    def merge_rows(start: int, stop: int) -> None:
         part = Lists(lists.scores[start:stop], lists.ids[start:stop])
         scores, ids = running.lists(start, stop)
         for rows, better, better_ids in redone:
             inside = (rows >= start) & (rows < stop)
             scores[rows[inside] - start], ids[rows[inside] - start] = better[inside], better_ids[inside]
-        return part.add(scores, ids, first_row)
+        part = part.add(scores, ids, first_row)
+        merged.scores[start:stop], merged.ids[start:stop] = part.scores, part.ids
 
     with clock("merging"):
-        parts = in_threads(merge_rows, _cuts(running), threads)
-        return Lists(np.concatenate([part.scores for part in parts]), np.concatenate([part.ids for part in parts]))
+        in_threads(merge_rows, _cuts(running), threads)
+    return merged
 
 
 def _cuts(running: Running) -> list[tuple[int, int]]:

@@ -75,8 +75,8 @@ def knn_graph(
                 )
     if not lists:
         return np.empty((0, k), dtype=np.int32), np.empty((0, k), dtype=np.float32)
-    scores, ids = (np.concatenate([getattr(part, name) for part in lists]) for name in ("scores", "ids"))
-    scores, ids = published(scores, ids)
+    parts = [published(part.scores, part.ids) for part in lists]
+    scores, ids = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts))
     return ids, scores
 
 

@@ -95,20 +95,21 @@ class RunningTopK:
             i, j, scores = i[keep], j[keep], scores[keep]
         capacity = self._scores.shape[1]
         while i.size:
-            rank, counts = _places(i)
+            counts = np.bincount(i)
             offered = rows[: len(counts)]
             fill = self._fill[offered]
-            slot = fill[i] + rank
-            self._fill[offered] = fill = np.minimum(fill + counts, capacity)
-            full = np.flatnonzero(fill == capacity)
-            fits = slot < capacity if full.size else slice(None)
-            place = rows[i[fits]] * capacity + slot[fits]
-            self._scores.reshape(-1)[place] = scores[fits]
-            self._ids.reshape(-1)[place] = j[fits]
+            self._fill[offered] = filled = np.minimum(fill + counts, capacity)
+            # Entries of one row go to places that follow each other: what is known by row is worked out by row.
+            first = offered * capacity + fill
+            place = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(len(i))
+            full = np.flatnonzero(filled == capacity)
             if not full.size:
+                self._scores.reshape(-1)[place], self._ids.reshape(-1)[place] = scores, j
                 return
+            fits = place < ((offered + 1) * capacity)[i]
+            self._scores.reshape(-1)[place[fits]], self._ids.reshape(-1)[place[fits]] = scores[fits], j[fits]
             self._compact(offered[full])
-            keep = (slot >= capacity) & (scores > self.threshold[rows[i]])
+            keep = ~fits & (scores > self.threshold[rows[i]])
             i, j, scores = i[keep], j[keep], scores[keep]
 
     def settle(self, start: int, stop: int) -> None:
@@ -129,9 +130,14 @@ class RunningTopK:
         return np.flatnonzero(self.threshold > self.proven)
 
     def prepare_scores(self) -> None:
-        """All rows are settled: make room for exact scores, one for each entry, in place of the others."""
+        """All rows are settled, so at most half full: exact scores, one for each entry, take the memory of the others.
+
+        They are twice as wide. The first touch of fresh memory costs more than all that is written to it here.
+        """
+        width = max(int(self._fill.max(initial=0)), 1)
+        self._exact = self._scores.view(np.float64)[:, :width]
+        self._exact.fill(np.nan)
         self._scores = np.empty((0, 0), dtype=np.float32)
-        self._exact = np.full((len(self.rows), max(int(self._fill.max(initial=0)), 1)), np.nan)
 
     def score(self, start: int, stop: int, mirror: "RunningTopK | None" = None) -> int:
         """Score the entries of rows start..stop that have no exact score yet; return how many that were.
@@ -201,14 +207,8 @@ class RunningTopK:
 
 
 def capacity_for(k: int) -> int:
-    """Candidates that one row's buffer holds."""
-    return max(SPARE * k, 64)
-
-
-def _places(i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For ascending i (m,): each entry's place among those equal to it (m,), and how many there are of each (n,)."""
-    counts = np.bincount(i)
-    return np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts), counts
+    """Candidates that one row's buffer holds: an even number, of which half are room for as many in float64."""
+    return max(SPARE * k + SPARE * k % 2, 64)
 
 
 class DeviceTopK:

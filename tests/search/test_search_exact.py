@@ -14,7 +14,7 @@ from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex, count_above, knn_graph, merge, score, topk
 from lattqe.search import graph as graph_module
 from lattqe.search import products as products_module
-from lattqe.search.exact import published
+from lattqe.search.exact import exact_order, published
 from lattqe.search.products import Block, NumpyProducts, TorchProducts
 from lattqe.search.rows import Clock
 from lattqe.search.topk import running_topk
@@ -134,6 +134,7 @@ def test_buffers_that_are_cut_back_lose_nothing(draw):
     for row, fill in enumerate(running._fill):
         np.testing.assert_array_equal(running._scores[row, :fill], tile[row, running._ids[row, :fill]])
         assert np.isneginf(running._scores[row, fill:]).all()
+    assert 2 * running._fill.max() <= running._scores.shape[1]  # exact scores, twice as wide, take the same memory
     running.prepare_scores()
     running.score(0, len(xq))
     scores, ids = published(*running.lists(0, len(xq)))
@@ -235,6 +236,29 @@ def test_scores_depend_on_the_two_vectors_only():
     half = xb.astype(np.float16)
     in_any_order = (half[rows[0], ::-1].astype(np.float64) * half[0, ::-1]).sum(axis=1)
     np.testing.assert_array_equal(score(half[:1], half, rows[:1])[0], in_any_order)
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 3, 64, 257])
+@pytest.mark.parametrize("kind", ["random", "ulps", "ties", "zeros", "missing", "extreme"])
+def test_the_order_of_lists_is_that_of_two_keys(kind, width):
+    """Also where scores differ in their last bits only, which the first sort does not see."""
+    rng = np.random.default_rng(15)
+    shape = 50, width
+    scores = {
+        "random": rng.standard_normal(shape),
+        "ulps": rng.choice([-1.0, 1.0], (50, 1)) * (1 + 2.0**-52 * rng.integers(0, 600, shape)),
+        "ties": rng.integers(-3, 3, shape) / 4,
+        "zeros": rng.choice([0.0, -0.0, 5e-324, -5e-324], shape),
+        "missing": np.where(rng.random(shape) < 0.3, -np.inf, rng.standard_normal(shape)),
+        "extreme": rng.choice([1e308, -1e308, 1e-308, -1.7e308], shape) * rng.random(shape),
+    }[kind]
+    ids = np.where(np.isneginf(scores), -1, np.argsort(rng.random(shape), axis=1)).astype(np.int32)
+    order, ordered = exact_order(scores, ids)
+    expected = np.lexsort((ids, -scores), axis=-1)
+    np.testing.assert_array_equal(np.sort(order, axis=1), np.broadcast_to(np.arange(width), shape))
+    np.testing.assert_array_equal(np.take_along_axis(ids, order, axis=1), np.take_along_axis(ids, expected, axis=1))
+    exactly = np.take_along_axis(scores, expected, axis=1)
+    np.testing.assert_array_equal(ordered.view(np.int64), exactly.view(np.int64))
 
 
 def test_merging_shards_is_searching_all():

@@ -70,14 +70,21 @@ def test_pieces_come_to_a_device_whole(dtype, staged, monkeypatch):
     np.testing.assert_array_equal(part.stored[0:25], x[20:45])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("runs", [[1] * 40, [3, 1, 2] * 20, [40, 9, 1, 33] * 5, [700, 2, 8], [1] * 13 + [1000], [0]])
+ROADS = {"chosen": {}, "pairs": {"SHORT_RUN": 10**6}, "runs": {"SHORT_RUN": 0, "CALL_ELEMENTS": 0}}
+EQUAL_RUNS = [[1] * 40, [9] * 30, [64] * 8, [500]]
+UNEQUAL_RUNS = [[3, 1, 2] * 20, [9, 9, 9, 10, 9, 9], [40, 9, 1, 33] * 5, [700, 2, 8], [1] * 13 + [1000], [0]]
+
+
+@pytest.mark.parametrize("dtypes", [(np.float16,) * 2, (np.float32,) * 2, (np.float32, np.float16)])
+@pytest.mark.parametrize("runs", EQUAL_RUNS + UNEQUAL_RUNS)
 @pytest.mark.parametrize("chunk", [64, 4096, exact.SCORING_CHUNK])
-def test_exact_scores_are_dot_products_pair_by_pair(runs, chunk, dtype, monkeypatch):
-    """Whatever stands in the same chunk, in the same run or in another piece."""
-    monkeypatch.setattr(exact, "SCORING_CHUNK", chunk)
+@pytest.mark.parametrize("road", ROADS)
+def test_exact_scores_are_dot_products_pair_by_pair(road, runs, chunk, dtypes, monkeypatch):
+    """Whatever stands in the same chunk, in the same run or in another piece, and however pairs are gathered."""
+    for name, value in {"SCORING_CHUNK": chunk, "SERIAL_ELEMENTS": 100, **ROADS[road]}.items():
+        monkeypatch.setattr(exact, name, value)
     rng = np.random.default_rng(0)
-    xq, xb = unit(rng, len(runs), 37, dtype), unit(rng, 90, 37, dtype)
+    xq, xb = unit(rng, len(runs), 37, dtypes[0]), unit(rng, 90, 37, dtypes[1])
     i = np.repeat(np.arange(len(runs)), runs)
     j = rng.integers(0, len(xb), len(i)).astype(np.int32)
     expected = np.array([np.dot(xq[a].astype(np.float64), xb[b].astype(np.float64)) for a, b in zip(i, j)])
@@ -85,10 +92,20 @@ def test_exact_scores_are_dot_products_pair_by_pair(runs, chunk, dtype, monkeypa
     np.testing.assert_array_equal(exact_scores(in_pieces(xq, 1), in_pieces(xb, 20, 21, 80), i, j), expected)
 
 
-def test_long_vectors_are_cut_for_the_dot_product():
+def test_every_float16_is_widened_exactly():
+    """Subnormal ones, both zeros and infinities included."""
+    values = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    values = values[~np.isnan(values)][:, None]
+    scores = exact_scores(np.ones((1, 1), np.float16), values, np.zeros(len(values), int), np.arange(len(values)))
+    np.testing.assert_array_equal(scores, values[:, 0].astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("runs", [[12] * 12, [12, 1, 7, 7, 2], [1] * 9])
+def test_long_vectors_are_cut_for_the_dot_product(runs, dtype):
     rng = np.random.default_rng(1)
-    x = unit(rng, 12, exact.DOT_LENGTH + 100)
-    i, j = np.repeat(np.arange(12), 12), np.tile(np.arange(12), 12)
+    x = unit(rng, 12, exact.DOT_LENGTH + 100, dtype)
+    i, j = np.repeat(np.arange(len(runs)), runs), rng.integers(0, 12, sum(runs))
     wide = x.astype(np.float64)
     cut = exact.DOT_LENGTH
     expected = [np.dot(wide[a, :cut], wide[b, :cut]) + np.dot(wide[a, cut:], wide[b, cut:]) for a, b in zip(i, j)]
