@@ -29,7 +29,6 @@ BLOCK_ROWS = 65_536
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 MAX_ROWS = 2**31 - 1
 SAMPLE_PARTS = 16  # from which they are taken: every part that is read is checked as a whole
-LEAST_SAMPLE = 500  # rows; graphs of fewer take milliseconds
 # Which clusters a row searches. Graphs of earlier versions do not say: their rows were in several clusters instead, and
 # parts of both must not come together in one graph.
 SEARCHES = "clusters within a margin"
@@ -188,14 +187,11 @@ def begin_graph(task: GraphTask) -> Pending:
 def measure_products(task: GraphTask) -> tuple[str, float]:
     """Measure on a sample of the rows: the fastest kind of products for them here, and how many it makes in a second
     with their selection.
-
-    The sample is at most a quarter of the rows, where these are not very few: all kinds together make fewer products
-    for it than the graph will have.
     """
     features = open_sets(task)[0]
     wanted = sample_size(features.dim)
     return fastest_kind(
-        features.gather(sample_rows(features, min(wanted, max(features.rows // 4, LEAST_SAMPLE)))),
+        features.gather(sample_rows(features, wanted)),
         task.k,
         features.rows,
         pick_device(),
