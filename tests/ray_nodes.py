@@ -260,8 +260,17 @@ class RayNode:
 
     def joined(self) -> bool:
         """Whether it runs and the head counts on it alone, no longer on one that had its address before."""
-        started = b"Ray runtime started" in (self.home / "start.log").read_bytes()
-        return self.running and started and self.instances_alive() == 1
+        return self.running and self._has_started() and self.instances_alive() == 1
+
+    def given_up(self) -> bool:
+        """Whether it had started and the head no longer counts on it: its raylet may end and `ray start` wait on."""
+        try:
+            return self._has_started() and self._state() == GcsNodeInfo.DEAD
+        except Exception:  # the head is going down itself, which Ray says in many ways
+            return False
+
+    def _has_started(self) -> bool:
+        return b"Ray runtime started" in (self.home / "start.log").read_bytes()
 
     def instances_alive(self) -> int:
         """How many nodes with this address the head counts on; killed ones too, until it notices."""

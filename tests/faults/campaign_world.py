@@ -270,7 +270,8 @@ class World:
     def keep_nodes(self) -> None:
         """Start nodes again that are gone, as an autoscaler would."""
         for node in self.nodes[1:]:
-            if not node.running and node.number not in self.away:
+            gone = not node.running or (self.nodes[0].running and node.given_up())
+            if gone and node.number not in self.away:
                 node.kill()
                 node.begin()
 
