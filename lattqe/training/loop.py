@@ -277,16 +277,15 @@ def _repeatable() -> Iterator[None]:
     By two threads at once, one in four of such gradients had another last bit than the time before, and so had the
     weights. Where a device has no such order, torch warns and the weights of two runs may differ in their last bits.
     """
-    enabled = torch.are_deterministic_algorithms_enabled()
-    lenient = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_deterministic_debug_mode()
     memory: Any = torch.utils.deterministic  # a module with a property, which types cannot say
     filling = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms imports torch's compiler, for seconds
     memory.fill_uninitialized_memory = False  # for finding bugs; it costs time
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=lenient)
+        torch.set_deterministic_debug_mode(before)
         memory.fill_uninitialized_memory = filling
 
 
