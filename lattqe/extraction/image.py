@@ -19,7 +19,7 @@ import xxhash
 
 from lattqe.datasets.revisited import RevisitedSet
 from lattqe.errors import LattqeError
-from lattqe.store import Place, open_place
+from lattqe.store import MissingFileError, Place, UnavailableError, open_place
 from lattqe.store.local import LocalPlace
 
 try:
@@ -96,7 +96,12 @@ def read_image_file(place: Place, name: str, size: int = -1) -> bytes:
     size = size if size >= 0 else place.size(name)
     if size > MAX_FILE_BYTES:
         raise BadImage(f"too large: a file of {size} bytes, over {MAX_FILE_BYTES}")
-    return place.read_range(name, 0, size)
+    if place.is_local:
+        return place.read_range(name, 0, size)
+    data = place.read(name)  # whole: only then is it held against the checksum that it was stored with
+    if len(data) != size:
+        raise LattqeError(f"it has {len(data)} bytes, {size} were listed")
+    return data
 
 
 def _check_regular(path: Path) -> None:
@@ -135,6 +140,32 @@ def decode(data: bytes, framing: Framing, box: Box | None = None) -> np.ndarray:
         raise BadImage("too large: out of memory") from None
     except Exception as error:  # Pillow's decoders raise almost anything on damaged files
         raise BadImage(f"cannot be decoded: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
+
+
+def read_picture(place: Place, entry: "ImageEntry", framing: Framing) -> np.ndarray:
+    """Read and decode one image: (h, w, 3) uint8. Raises BadImage for whatever is wrong with the file.
+
+    Storage that does not answer is not the image's fault: that ends the run, to be continued later. Nor is what happens
+    to it on the way from S3, and not every object there has a checksum: what cannot be decoded is read again.
+    """
+    data = _read_entry(place, entry)
+    try:
+        return decode(data, framing, entry.box)
+    except BadImage:
+        if place.is_local or (again := _read_entry(place, entry)) == data:
+            raise
+        return decode(again, framing, entry.box)
+
+
+def _read_entry(place: Place, entry: "ImageEntry") -> bytes:
+    try:
+        return read_image_file(place, entry.name, entry.bytes)
+    except UnavailableError:
+        raise
+    except MissingFileError:
+        raise BadImage("missing file") from None
+    except LattqeError as error:
+        raise BadImage(f"cannot be read: {error}") from None
 
 
 def _check_header(image: Image.Image, framing: Framing) -> None:

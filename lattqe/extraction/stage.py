@@ -25,13 +25,11 @@ from torch import Tensor
 
 from lattqe.errors import LattqeError
 from lattqe.extraction.encoder import Encoder
-from lattqe.extraction.image import BadImage, Framing, ImageEntry, ImageList, decode, read_image_file
+from lattqe.extraction.image import BadImage, Framing, ImageEntry, ImageList, read_picture
 from lattqe.store import (
     Manifest,
-    MissingFileError,
     Pending,
     Place,
-    UnavailableError,
     features_schema,
     find_manifest,
     open_place,
@@ -65,20 +63,9 @@ class DescribedBlock:
 
 
 def read_pixels(place: Place, entry: ImageEntry, framing: Framing, pin: bool = False) -> Tensor:
-    """Read and decode one image: (1, h, w, 3) uint8. Raises BadImage for whatever is wrong with the file.
-
-    Only storage that does not answer is not the image's fault: that ends the run, to be continued later.
-    """
-    try:
-        data = read_image_file(place, entry.name, entry.bytes)
-    except UnavailableError:
-        raise
-    except MissingFileError:
-        raise BadImage("missing file") from None
-    except LattqeError as error:
-        raise BadImage(f"cannot be read: {error}") from None
+    """Read and decode one image: (1, h, w, 3) uint8. Raises BadImage for whatever is wrong with the file."""
     # Copied, for Pillow's pixels are read-only and torch wants to own what it sends.
-    pixels = torch.from_numpy(decode(data, framing, entry.box).copy()).unsqueeze(0)
+    pixels = torch.from_numpy(read_picture(place, entry, framing).copy()).unsqueeze(0)
     return pixels.pin_memory() if pin else pixels
 
 

@@ -1,12 +1,24 @@
 """Which images in which order: folders, list files, ground truths."""
 
+import io
 import os
 
+import numpy as np
 import pytest
+from PIL import Image
+from s3_proxy import FaultyProxy
 
 from lattqe.datasets.revisited import from_gnd, load_gnd
 from lattqe.errors import LattqeError
-from lattqe.extraction.image import ImageEntry, ImageList, folder_labels, list_ground_truth, list_images
+from lattqe.extraction.image import (
+    Framing,
+    ImageEntry,
+    ImageList,
+    folder_labels,
+    list_ground_truth,
+    list_images,
+    read_picture,
+)
 from lattqe.store import open_place
 
 
@@ -144,3 +156,30 @@ def test_labels_by_top_folder():
     assert folder_labels(images) == ([1, 1, 0, 2], ["ant", "cat", "dog"])
     with pytest.raises(LattqeError, match="1 images are not in a folder"):
         folder_labels(ImageList.of("/", [ImageEntry("cat/1", ""), ImageEntry("loose", "")]))
+
+
+@pytest.mark.parametrize("stored_with_a_checksum", [True, False])
+def test_an_image_that_is_damaged_on_the_way_is_read_again(s3, s3_uri, monkeypatch, stored_with_a_checksum):
+    """Found by the fault campaign: such images were listed as bad, and so for ever."""
+    if not stored_with_a_checksum:  # as in buckets of old
+        monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 28, 3)).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    open_place(s3_uri).write("a.png", file.getvalue())
+    damaged = []
+
+    def fault(method: str, path: str) -> str | None:
+        if method == "GET" and path.endswith("a.png") and not damaged:
+            damaged.append(path)
+            return "corrupt"
+        return None
+
+    proxy = FaultyProxy(s3.endpoint, fault)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    try:
+        found = read_picture(open_place(s3_uri), ImageEntry("a.png", "a.png", len(file.getvalue())), Framing())
+    finally:
+        proxy.close()
+    assert damaged
+    np.testing.assert_array_equal(found, pixels)
