@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex, count_above, knn_graph, merge, score, topk
+from lattqe.search import compare as compare_module
 from lattqe.search import graph as graph_module
 from lattqe.search import products as products_module
 from lattqe.search.exact import exact_order, published
@@ -88,7 +89,8 @@ def test_topk_is_the_definition(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize(("dim", "block_rows"), [(40, None), (40, 97), (400, 170)])
-def test_graph_is_the_definition(kind, dtype, dim, block_rows):
+def test_graph_is_the_definition(kind, dtype, dim, block_rows, monkeypatch):
+    monkeypatch.setattr(compare_module, "MIRROR_DIM", 400)
     xb = data(kind, np.random.default_rng(2), 300, dim, dtype)
     ids, scores = knn_graph(xb, 9, block_rows=block_rows)
     expected_ids, expected_scores = slow_graph(xb, 9)
@@ -96,6 +98,19 @@ def test_graph_is_the_definition(kind, dtype, dim, block_rows):
     np.testing.assert_array_equal(scores, expected_scores)
     assert ids.dtype == np.int32
     assert scores.dtype == np.float32
+
+
+def test_a_pair_in_two_lists_is_scored_once_where_vectors_are_long(monkeypatch):
+    xb = unit(np.random.default_rng(16), 400, 16)
+    found, scored = {}, {}
+    for least in (16, 17):
+        monkeypatch.setattr(compare_module, "MIRROR_DIM", least)
+        clock = Clock()
+        found[least] = knn_graph(xb, 20, clock=clock)
+        scored[least] = clock.counts["scored"]
+    assert scored[16] < 0.8 * scored[17]
+    for once, twice in zip(found[16], found[17]):
+        np.testing.assert_array_equal(once, twice)
 
 
 @settings(max_examples=40, deadline=None)
