@@ -200,10 +200,10 @@ def fingerprint(uri: str) -> list[list[str | int]]:
     left = [name for name in names if "_work/" in name or ".tmp-" in name]
     if left:
         raise RuntimeError(f"{uri} is finished, but {left} was left behind")
-    if cells:
+    if cells:  # named by what they measured: of a model also its metrics, so names differ from pass to pass
         measured = [Measured.from_bytes(place.read(name)) for name in cells]
-        scores = [json.dumps([one.to_dict() for one in each.scores]) for each in measured]
-        table = place.read("results.csv")
-        return [[name, len(text), text] for name, text in zip(cells, scores)] + [["table", len(table), table.decode()]]
+        scores = sorted(json.dumps([one.to_dict() for one in each.scores]) for each in measured)
+        table = [line.rpartition(",")[0] for line in place.read("results.csv").decode().splitlines()]
+        return [["scores", len(scores), *scores], ["table", len(table), *table]]
     manifest = verify_artifact(uri)  # what `lattqe verify` does
     return [[part.name, part.bytes, part.checksum] for part in manifest.parts if part.name != METRICS]
