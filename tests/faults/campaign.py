@@ -147,7 +147,7 @@ class Campaign:
         for attempt in range(MAX_TRIES):
             result.codes.append(self._run(stage, run, to, Faults(faults if attempt == 0 else [])))
             told = self.world.told()
-            if result.codes[-1] != 0 and TRACEBACK in told:
+            if result.codes[-1] == 1 or (result.codes[-1] != 0 and TRACEBACK in told):  # a line to the user goes with 2
                 result.tracebacks.append(told[-1500:])
             if attempt == 0 and self.rival_code not in (None, 0) and TRACEBACK in self.world.told("rival.log"):
                 result.tracebacks.append(self.world.told("rival.log")[-1500:])
