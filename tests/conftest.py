@@ -157,11 +157,12 @@ def mortal_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Iterator[S3Se
     server.kill()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def local_ray(s3: "S3Server") -> None:
     """A Ray with two CPUs, shared by all files that ask for it: starting one costs more than most tests.
 
-    The S3 server comes first, for workers inherit its address. A file that needs another Ray ends this one first.
+    The S3 server comes first, for workers inherit its address. A test or a file that needs another Ray ends this one
+    first; the next test that asks for it starts it again.
     """
     import ray
 
