@@ -95,9 +95,12 @@ def human_bytes(count: float) -> str:
 class ProgressBar:
     """A bar with rate and ETA on a terminal, a line every few seconds elsewhere (CI, `ray job submit` logs)."""
 
-    def __init__(self, progress: bars.Progress | None, task: bars.TaskID | None, title: str, total: int) -> None:
+    def __init__(
+        self, progress: bars.Progress | None, task: bars.TaskID | None, title: str, total: int, done: int = 0
+    ) -> None:
         self._progress, self._task, self._title, self._total = progress, task, title, total
-        self._done, self._started, self._last_line = 0, time.monotonic(), time.monotonic()
+        self._done, self._before = done, done
+        self._started = self._last_line = time.monotonic()
 
     def advance(self, amount: int = 1, note: str = "") -> None:
         """Say that `amount` more units are done; `note` stands beside the bar (a loss, a rate)."""
@@ -110,8 +113,10 @@ class ProgressBar:
         self._last_line = now
         event("progress", phase=self._title, done=self._done, total=self._total, note=note)
         if self._progress is None:
-            remaining = (now - self._started) * (self._total - self._done) / max(self._done, 1)
-            screen.print(f"{self._title}: {self._done}/{self._total}, about {remaining:.0f} s to go {note}".rstrip())
+            here = self._done - self._before  # what an earlier run has finished says nothing about this speed
+            remaining = (now - self._started) * (self._total - self._done) / max(here, 1)
+            expected = f", about {remaining:,.0f} s to go" if here else ""
+            screen.print(f"{self._title}: {self._done:,} of {self._total:,}{expected} {note}".rstrip())
 
     def __str__(self) -> str:
         return f"{self._title} {self._done:,} of {self._total:,}"
@@ -135,9 +140,7 @@ def progress_bar(title: str, total: int, done: int = 0) -> Iterator[ProgressBar]
 def _bar(title: str, total: int, done: int) -> Iterator[ProgressBar]:
     """A bar on a terminal, lines elsewhere."""
     if not screen.is_terminal:
-        bar = ProgressBar(None, None, title, total)
-        bar._done = done
-        yield bar
+        yield ProgressBar(None, None, title, total, done)
         return
     columns = (
         bars.TextColumn("{task.description}"),
@@ -150,9 +153,7 @@ def _bar(title: str, total: int, done: int) -> Iterator[ProgressBar]:
     )
     with bars.Progress(*columns, console=screen, transient=False) as progress:
         task = progress.add_task(title, total=total, completed=done, note="")
-        bar = ProgressBar(progress, task, title, total)
-        bar._done = done
-        yield bar
+        yield ProgressBar(progress, task, title, total, done)
 
 
 def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import typer.main
 
 from jobs import cli
-from jobs.console import guarded
+from jobs.console import guarded, progress_bar
 from lattqe import __version__
 from lattqe.store import FeatureWriter
 
@@ -92,6 +92,17 @@ def test_brackets_in_a_help_text_are_shown():
         env={**os.environ, "COLUMNS": "200"},
     )
     assert "A running Ray cluster. [default: $RAY_ADDRESS, or this machine]" in " ".join(done.stdout.split())
+
+
+def test_lines_of_progress_expect_what_this_run_has_shown(monkeypatch, capsys):
+    """What an earlier run has finished took none of this one's time; before anything is done, nothing is expected."""
+    now = [100.0]
+    monkeypatch.setattr("jobs.console.time.monotonic", lambda: now[0])
+    with progress_bar("rows", 4000, done=1000) as bar:
+        for second, amount in ((110.0, 0), (120.0, 500)):
+            now[0] = second
+            bar.advance(amount)
+    assert capsys.readouterr().err.splitlines() == ["rows: 1,000 of 4,000", "rows: 1,500 of 4,000, about 100 s to go"]
 
 
 SLEEPER = """
