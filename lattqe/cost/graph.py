@@ -145,9 +145,9 @@ def bytes_per_row(dim: int, k: int, itemsize: int) -> int:
     """Memory for one row of each of the two blocks that a worker compares.
 
     As stored and widened to float32, half as much again for a third block that stays from before; its candidates,
-    their exact scores, and its lists while they are read and merged.
+    whose memory their exact scores take over; and its lists while they are read and merged.
     """
-    return 3 * dim * (itemsize + 4) // 2 + 8 * capacity_for(k) + 8 * k + 4 * 12 * k
+    return 3 * dim * (itemsize + 4) // 2 + 8 * capacity_for(k) + 3 * 12 * k
 
 
 def product_seconds(dim: int, machines: Machines) -> float:
