@@ -3,6 +3,7 @@
     python -m benchmarks.knn_graph                 # the full table, some twenty minutes on two quiet cores
     python -m benchmarks.knn_graph --sizes 5000x2048,20000x128 --rounds 1 --ray
     python -m benchmarks.knn_graph --sizes 50000x128 --k 64,256 --clock cpu --no-ray    # on a machine with other work
+    python -m benchmarks.knn_graph --sizes 50000x2048 --jobs-only    # only two Ray workers beside one process
     python -m benchmarks.knn_graph --search 1000 --sizes 1000000x128 --k 100     # a search of 1,000 queries instead
 
 Every measurement is a process of its own that loads the rows and runs twice; the second run counts (the first also
@@ -154,18 +155,18 @@ def make_rows(rows: int, dim: int, folder: Path, ray: bool) -> tuple[Path, Path]
 
 def compare(rows: int, dim: int, k: int, options: argparse.Namespace, folder: Path) -> dict[str, object]:
     array, features = make_rows(rows, dim, folder, options.ray)
-    runs: dict[str, list[dict[str, float]]] = {"faiss": [], "lattqe": [], "gemm": []}
+    kernels = {} if options.jobs_only else {"faiss": ONE_FAISS, "lattqe": ONE_OURS, "gemm": ONE_GEMM}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in kernels}
     if options.ray:
         runs |= {"job": [], "ray": []}
     for _ in range(options.rounds):
-        for name, body in (("faiss", ONE_FAISS), ("lattqe", ONE_OURS), ("gemm", ONE_GEMM)):
+        for name, body in kernels.items():
             runs[name].append(measure(body, array, k, options.threads, options.clock))
         if options.ray:
             runs["job"].append(measure(ONE_JOB, features, k, options.threads, "wall"))
             runs["ray"].append(measure_ray(features, k, options.threads))
     array.unlink()
     seconds = {name: statistics.median(run["seconds"] for run in results) for name, results in runs.items()}
-    peak = max(run["peak_bytes"] for run in runs["lattqe"])
     result: dict[str, object] = {
         "rows": rows,
         "dim": dim,
@@ -174,13 +175,16 @@ def compare(rows: int, dim: int, k: int, options: argparse.Namespace, folder: Pa
         "threads": options.threads,
         "rounds": options.rounds,
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
-        "speedup_over_faiss": round(seconds["faiss"] / seconds["lattqe"], 2),
-        "of_bare_products": round(seconds["gemm"] / seconds["lattqe"], 2),
-        "memory_beyond_vectors_mib": round((peak - 4 * rows * dim) / 2**20),
     }
+    if kernels:
+        peak = max(run["peak_bytes"] for run in runs["lattqe"])
+        result["speedup_over_faiss"] = round(seconds["faiss"] / seconds["lattqe"], 2)
+        result["of_bare_products"] = round(seconds["gemm"] / seconds["lattqe"], 2)
+        result["memory_beyond_vectors_mib"] = round((peak - 4 * rows * dim) / 2**20)
     if options.ray:
         result["ray_over_one_process"] = round(seconds["ray"] / seconds["job"], 2)
-        result["ray_over_warm_kernel"] = round(seconds["ray"] / seconds["lattqe"], 2)
+        if kernels:
+            result["ray_over_warm_kernel"] = round(seconds["ray"] / seconds["lattqe"], 2)
         result["worker_peak_mib"] = round(max(run["peak_bytes"] for run in runs["ray"]) / 2**20)
     return result
 
@@ -217,8 +221,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ray", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--jobs-only", action="store_true", help="compare only the job in one process and on Ray")
     parser.add_argument("--search", type=int, default=0, help="search so many queries in the rows instead")
     options = parser.parse_args()
+    if options.jobs_only and not options.ray:
+        parser.error("--jobs-only compares with Ray: leave out --no-ray")
     one = compare_search if options.search else compare
     results = []
     with tempfile.TemporaryDirectory() as folder:
