@@ -357,12 +357,12 @@ class Indexes:
     def _build(self, task: Augmentation, total: int) -> None:
         pending = begin_index(task)
         what = f"{task.hops} hops of {task.method}" if task.hopping else f"{task.method} augments"
-        done = 0
+        done, every = 0, total * (task.hops if task.hopping else 1)
 
         def advance(rows: int) -> None:
             nonlocal done
             done += rows
-            self.tell(f"{what} {done:,} of {total:,} rows")
+            self.tell(f"{what} {done:,} of {every:,} rows")
 
         advance(0)
         if self._here(total):
