@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MAX_FAILURES = 10
 POLL_SECONDS = 0.25
 STOP_SECONDS = 6.0  # after Ctrl-C: for the update that runs and its checkpoint; then the last checkpoint must do
+LEAVE_SECONDS = 3.0  # and for Ray Train to see that its workers have ended
 
 
 @dataclass
@@ -133,16 +134,22 @@ def train_on_cluster(
     with scratch_folder("train") as storage:  # Ray Train insists on one; nothing of ours goes there
         try:
             trainer = _trainer(plan, board, workers, threads, resources, use_gpu, str(storage), max_failures)
-            _follow(_in_background(trainer.fit), board, _counting(show, plan.config.batch))
-        except KeyboardInterrupt:
-            _save_and_stop(board)
-            raise
+            fit = _in_background(trainer.fit)
+            try:
+                _follow(fit, board, _counting(show, plan.config.batch))
+            except KeyboardInterrupt:
+                _save_and_stop(board)
+                wait([fit], timeout=LEAVE_SECONDS)  # a thread that still waits for Ray may crash where Ray is gone
+                raise
         finally:
             ray.kill(board)
 
 
 def _in_background(function: Callable[[], Any]) -> "Future[Any]":
-    """Call it in a thread that no exit waits for: in the main thread, Ray Train would swallow Ctrl-C."""
+    """Call it in a thread that no exit waits for: in the main thread, Ray Train would swallow Ctrl-C.
+
+    Where it is left behind, `jobs/console.py` knows it by its name.
+    """
     future: Future[Any] = Future()
 
     def call() -> None:

@@ -31,7 +31,8 @@ answers = Console(highlight=False)
 EXIT_BAD_INPUT = 2
 # typer bundles its own click or uses the installed one: only this subclass has a public name.
 USAGE_ERROR: Any = typer.BadParameter.__base__
-EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
+EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
+LEFT_BEHIND = "ray-train"  # the thread of an abandoned training (cluster/training.py)
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")]
 APPROXIMATE_GRAPH = "an approximate graph"
 LINE_SECONDS = 10.0  # between two lines about the progress, in the log file and where there is no terminal
@@ -167,7 +168,7 @@ def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise SystemExit(tell_interrupted(interrupt)) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
+        raise SystemExit(EXIT_FAILED) from None
     except (MemoryError, ImportError, OSError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # that of temporary files, for one
             where = f" for {escape(str(error.filename))}" if error.filename else ""
@@ -278,7 +279,20 @@ def run(app: typer.Typer, arguments: list[str] | None = None, name: str | None =
     # again and again while they are imported, and once more at the end, is half a second of a command of two.
     gc.set_threshold(20_000)
     atexit.register(gc.freeze)
-    guarded(_unwrapped, app, arguments, name)
+    try:
+        guarded(_unwrapped, app, arguments, name)
+    except SystemExit as end:
+        if any(thread.name == LEFT_BEHIND for thread in threading.enumerate()):
+            _leave(end.code)
+        raise
+
+
+def _leave(code: Any) -> None:
+    """End this process without taking Python apart, which has crashed under a thread that waits inside Ray."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else EXIT_FAILED)
 
 
 def _unwrapped(app: typer.Typer, arguments: list[str] | None, name: str | None) -> None:

@@ -135,6 +135,28 @@ def test_a_signal_ends_a_job_with_one_line_and_its_code(number, code, word, tmp_
     assert (last["event"], last["signal"]) == ("interrupted", number)
 
 
+FRAGILE = """
+import atexit, os, sys, threading, time
+from jobs.console import command, run
+class Crashes:
+    def __del__(self, abort=os.abort):
+        abort()
+sys.kept = Crashes()
+def main():
+    threading.Thread(target=time.sleep, args=(600,), name={name!r}, daemon=True).start()
+    atexit.register(print, "cleaned up")
+    raise SystemExit(143)
+run(command(main))
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("ray-train", 143), ("harmless", -signal.SIGABRT)])
+def test_python_is_not_taken_apart_under_a_thread_that_waits_in_ray(name, code):
+    """It has ended in a segmentation fault; the other name shows that this test would see one."""
+    done = subprocess.run([sys.executable, "-c", FRAGILE.format(name=name)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "cleaned up\n")
+
+
 def test_the_list_of_verbs_needs_no_heavy_library():
     """`lattqe --help` takes 0.2 s of CPU because none of these is imported for it."""
     code = "import sys, jobs.cli; print(sorted({'numpy', 'torch', 'ray', 'pyarrow', 'scipy'} & set(sys.modules)))"
