@@ -5,13 +5,16 @@ A checkpoint lies in `_work/` of the destination: tensors as safetensors, the re
 state or the one before. Files that no state names any more are deleted afterwards.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed as dist
 import xxhash
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +29,7 @@ STAGES = ("network", "temperature", "choice")
 MOST_STEPS = 1 << 53
 MOST = 1e300
 Tensors = dict[str, torch.Tensor]
+Arrays = TypeVar("Arrays", bound=tuple[NDArray[Any], ...])
 
 CPU = torch.device("cpu")
 
@@ -184,7 +188,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor
 
 @dataclass(frozen=True)
 class Team:
-    """Rank and number of workers, and the two things they do together: add up numbers, and gradients."""
+    """Rank and number of workers, and what they do together: add up numbers and gradients, share what one computes."""
 
     rank: int = 0
     size: int = 1
@@ -209,6 +213,18 @@ class Team:
         shared = values.detach().clone().to(self.device)
         dist.all_reduce(shared)
         return shared.to(values.device)
+
+    @property
+    def gpu(self) -> torch.device | None:
+        """The device for searches: a GPU, or None for the CPU and its own products."""
+        return None if self.device.type == "cpu" else self.device
+
+    def from_leader(self, compute: Callable[[], Arrays], zeros: Arrays) -> Arrays:
+        """What the leader computes, on every worker. zeros: arrays of the same shapes and types, for the others."""
+        if self.size == 1:
+            return compute()
+        mine = compute() if self.leads else zeros
+        return cast(Arrays, tuple(self.total(torch.from_numpy(np.ascontiguousarray(x))).numpy() for x in mine))
 
     def wrap(self, network: nn.Module) -> nn.Module:
         """The network with gradients averaged over the workers."""

@@ -76,9 +76,9 @@ class Training:
         self.place = open_place(plan.destination)
         self.checkpoints = Checkpoints(self.place)
         self.state = self.checkpoints.load()
-        self.training = load(plan.features, plan.graphs, plan.graph_k, self.config.shared_labels, plan.cache)
+        self.training = load(plan.features, plan.graphs, plan.graph_k, self.config.shared_labels, plan.cache, team)
         self.sampler = make_sampler(self.training, self.config)
-        self.sets = [validation.load_set(*pair, cache=plan.cache) for pair in plan.validation]
+        self.sets = [validation.load_set(*pair, cache=plan.cache, device=team.gpu) for pair in plan.validation]
         self.rows = min(len(one.xb) for one in self.sets)  # of the smallest, before any is cut
         self.to_augment = self.sets  # what takes long: where there are several spaces, the first will do
         if self.config.validate_densities:
@@ -232,7 +232,7 @@ class Training:
             **chosen,
             "chosen": chosen,
             "validation": {
-                "none": {one.name: one.mean_ap(one.xq, one.index) for one in self.sets},
+                "none": {one.name: validation.mean_ap(one, one.xq, one.index, self.team) for one in self.sets},
                 "qe": alone,
                 "dba": with_dba,
             },

@@ -19,6 +19,7 @@ from lattqe.store.artifacts import check_input_kind, model_address
 from lattqe.store.features import comparable_labels
 from lattqe.store.pending import claim, make_plan
 from lattqe.store.place import node_folder
+from lattqe.training.checkpoint import Team
 from lattqe.training.config import TrainingConfig
 
 # Beyond this many rows the graph is a job of its own (`lattqe neighbors`), spread over a cluster.
@@ -108,15 +109,22 @@ def join(
 
 
 def load(
-    features: list[str], graphs: list[str], k: int | None, shared_labels: bool = False, cache: str | None = None
+    features: list[str],
+    graphs: list[str],
+    k: int | None,
+    shared_labels: bool = False,
+    cache: str | None = None,
+    team: Team | None = None,
 ) -> TrainingData:
-    """Read labelled sets; `k` neighbors for each row come from `graphs` (one for each set) or are computed."""
+    """Read labelled sets; `k` neighbors for each row come from `graphs` (one for each set) or are computed, by the
+    leader of the team for all of its workers.
+    """
     sets = [FeatureSet.open(uri, cache=cache) for uri in features]
     check_sets(sets)
     neighbors = (
         None
         if k is None
-        else [_neighbors(one, graphs[number] if graphs else None, k) for number, one in enumerate(sets)]
+        else [_neighbors(one, graphs[number] if graphs else None, k, team or Team()) for number, one in enumerate(sets)]
     )
     labels = comparable_labels(*sets) if shared_labels else [one.labels() for one in sets]
     return join([one.read() for one in sets], labels, neighbors, shared_labels, [published_pairs(one) for one in sets])
@@ -146,7 +154,7 @@ def check_sets(sets: list[FeatureSet]) -> None:
             )
 
 
-def _neighbors(features: FeatureSet, graph: str | None, k: int) -> NDArray[np.integer]:
+def _neighbors(features: FeatureSet, graph: str | None, k: int, team: Team) -> NDArray[np.integer]:
     """The k nearest rows of each row, from a stored graph or by exhaustive search."""
     if graph is None:
         from lattqe.search import knn_graph
@@ -156,7 +164,11 @@ def _neighbors(features: FeatureSet, graph: str | None, k: int) -> NDArray[np.in
                 f"{features.uri} has {features.rows} rows: make its graph once with "
                 f"`lattqe neighbors {features.uri} -k {k} --to GRAPH` and give --neighbors GRAPH"
             )
-        return knn_graph(features.read(), min(k, features.rows - 1))[0]
+        k = min(k, features.rows - 1)
+        (rows,) = team.from_leader(
+            lambda: (knn_graph(features.read(), k, device=team.gpu)[0],), (np.zeros((features.rows, k), np.int32),)
+        )
+        return rows
     stored = NeighborGraph.open(graph)
     if stored.rows != features.rows:
         raise LattqeError(

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from lattqe.adaptation import adapt_to
+from lattqe.device import room_on
 from lattqe.errors import LattqeError
 from lattqe.evaluation import LabelTruth, evaluate
 from lattqe.evaluation.truth import keep_of_each
@@ -33,6 +34,7 @@ class ValidationSet:
     """A database xb (nb, D) with labels (nb,), queries xq (nq, D) with labels (nq,).
 
     query_rows (nq,): the row of each query that is itself in the database and must not find itself, or None.
+    device: the GPU it is searched on, None for the CPU.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ValidationSet:
     xq: NDArray[np.float32]
     query_labels: NDArray[np.integer]
     query_rows: NDArray[np.int64] | None = None
+    device: torch.device | None = None
 
     @cached_property
     def truth(self) -> LabelTruth:
@@ -52,11 +55,15 @@ class ValidationSet:
     @cached_property
     def index(self) -> FlatIndex:
         """The database as it is."""
-        return ranking_index(self.xb)
+        return ranking_index(self.xb, self.device)
+
+    def depth(self, index: FlatIndex, wanted: int) -> int:
+        """How many rows of an index each query can find, its own row excepted, of as many as are wanted."""
+        return min(wanted, index.rows - (self.query_rows is not None))
 
     def nearest(self, index: FlatIndex, depth: int) -> Found:
         """The nearest rows of each query, its own row excepted, as deep as there are any."""
-        return nearest(index, self.xq, min(depth, index.rows - (self.query_rows is not None)), self.query_rows)
+        return nearest(index, self.xq, self.depth(index, depth), self.query_rows)
 
     def mean_ap(self, xq: NDArray[np.float32], index: FlatIndex) -> float:
         """Mean average precision in percent of the full ranking of an index by xq (nq, D)."""
@@ -64,12 +71,19 @@ class ValidationSet:
         return 100 * scores.mean_ap
 
 
-def ranking_index(xb: NDArray[np.float32]) -> FlatIndex:
-    """An index that many settings are ranked in: whole rankings are faster than counting while there are few rows."""
-    return SmallIndex(xb) if len(xb) <= SMALL_ROWS else FlatIndex(xb)
+def ranking_index(xb: NDArray[np.float32], device: torch.device | None = None) -> FlatIndex:
+    """An index that many settings are ranked in: whole rankings are faster than counting while there are few rows.
+
+    Searched on a GPU that has room for the rows beside the training; the results are the same anywhere.
+    """
+    if device is not None and xb.nbytes > room_on(device):
+        device = None
+    return SmallIndex(xb, device) if len(xb) <= SMALL_ROWS else FlatIndex(xb, device)
 
 
-def load_set(database: str, queries: str | None, cache: str | None = None) -> ValidationSet:
+def load_set(
+    database: str, queries: str | None, cache: str | None = None, device: torch.device | None = None
+) -> ValidationSet:
     """Read a labelled database and its queries; without queries its rows query each other, each leaving itself out.
 
     Queries whose ids are in the database leave themselves out too.
@@ -97,6 +111,7 @@ def load_set(database: str, queries: str | None, cache: str | None = None) -> Va
         asked.read().astype(np.float32),
         query_labels,
         rows if inside else None,
+        device,
     )
 
 
@@ -172,10 +187,46 @@ def _together(shape: tuple[int, ...], mine: slice, vectors: NDArray[np.float32],
     return team.total(result).numpy()
 
 
-def adapted(one: ValidationSet) -> ValidationSet:
-    """A set in the space that `lattqe augment` gives its database."""
-    space = adapt_to(one.index)
-    return dataclasses.replace(one, xb=space.apply(one.xb), xq=space.apply(one.xq))
+def _no_lists(rows: int, depth: int) -> Found:
+    """Lists of zeros, for workers that do not search."""
+    return np.zeros((rows, depth), np.float32), np.zeros((rows, depth), np.int32)
+
+
+def search(one: ValidationSet, index: FlatIndex, depth: int, team: Team) -> Found:
+    """The nearest rows of a set's queries; the leader searches, all workers get D and I (nq, depth)."""
+    return team.from_leader(lambda: one.nearest(index, depth), _no_lists(len(one.xq), one.depth(index, depth)))
+
+
+def row_graph(one: ValidationSet, depth: int, team: Team) -> Found:
+    """The nearest other rows of a set's rows; the leader searches, all workers get D and I (nb, depth)."""
+    return team.from_leader(lambda: knn_graph(one.xb, depth, device=one.device)[::-1], _no_lists(len(one.xb), depth))
+
+
+def mean_ap(one: ValidationSet, xq: NDArray[np.float32], index: FlatIndex, team: Team) -> float:
+    """What `ValidationSet.mean_ap` gives; the leader ranks, all workers get the number."""
+    (found,) = team.from_leader(lambda: (np.array([one.mean_ap(xq, index)]),), (np.zeros(1),))
+    return float(found[0])
+
+
+def after_hops(one: ValidationSet, done: Expanded, alpha: float, hops: int, team: Team) -> NDArray[np.float32]:
+    """The rows (nb, D) of a set after so many hops over their edges; the leader computes them, all workers get them."""
+    if hops == 1:
+        return done.vectors
+    (xb,) = team.from_leader(
+        lambda: (hop(done.weights, done.rows, one.xb, alpha, hops),), (np.zeros(one.xb.shape, np.float32),)
+    )
+    return xb
+
+
+def adapted(one: ValidationSet, team: Team) -> ValidationSet:
+    """A set in the space that `lattqe augment` gives its database; the leader adapts, all workers get it."""
+
+    def apply() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        space = adapt_to(one.index)
+        return space.apply(one.xb), space.apply(one.xq)
+
+    xb, xq = team.from_leader(apply, (np.zeros(one.xb.shape, np.float32), np.zeros(one.xq.shape, np.float32)))
+    return dataclasses.replace(one, xb=xb, xq=xq)
 
 
 def validate(
@@ -186,10 +237,10 @@ def validate(
     method = AttentionExpansion(network, device=str(team.device))
     for one in sets:
         index = one.index
-        found = one.nearest(index, method.depth(max(ks)))
+        found = search(one, index, method.depth(max(ks)), team)
         for k in ks:
             xq = expand(method, index, one, found, k, team)
-            result[str(k)][one.name] = one.mean_ap(xq, index)
+            result[str(k)][one.name] = mean_ap(one, xq, index, team)
     return {k: {"mean": float(np.mean(list(found.values()))), **found} for k, found in result.items()}
 
 
@@ -210,19 +261,17 @@ def validate_dba(
     total = {setting_name(m, h): dict.fromkeys(map(str, (0, *n_qe)), 0.0) for m in n_dba for h in hops}
     method = AttentionExpansion(network, device=str(team.device))
     for_rows = AttentionExpansion(network, dba=True, device=str(team.device))
-    for one in map(adapted, sets) if adapt else sets:
-        graph = knn_graph(one.xb, min(for_rows.depth(max(n_dba)), max(len(one.xb) - 1, 1)))[::-1]
+    for given in sets:
+        one = adapted(given, team) if adapt else given
+        graph = row_graph(one, min(for_rows.depth(max(n_dba)), max(len(one.xb) - 1, 1)), team)
         for m in n_dba:
             done = augment(for_rows, one.index, graph, m, team)
             for h in hops:
-                xb = (
-                    done.vectors if h == 1 else hop(done.weights, done.rows, one.xb, for_rows.hop_alpha(len(one.xb)), h)
-                )
-                index = ranking_index(xb)
-                found = one.nearest(index, method.depth(max(n_qe)))
+                index = ranking_index(after_hops(one, done, for_rows.hop_alpha(len(one.xb)), h, team), one.device)
+                found = search(one, index, method.depth(max(n_qe)), team)
                 for k in (0, *n_qe):
                     xq = expand(method, index, one, found, k, team) if k else one.xq
-                    total[setting_name(m, h)][str(k)] += one.mean_ap(xq, index) / len(sets)
+                    total[setting_name(m, h)][str(k)] += mean_ap(one, xq, index, team) / len(sets)
     return total
 
 
