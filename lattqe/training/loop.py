@@ -248,6 +248,7 @@ class Training:
             "best": state.best,
             **_learned(network),
             "seconds": time.monotonic() - self.started,
+            "device": self.team.device.type,  # the weights depend on its kind
             "images": self.training.rows,
             "classes": len(self.training.class_sizes),
             "classes_of_one_image": self.training.skipped,

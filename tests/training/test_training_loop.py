@@ -107,6 +107,7 @@ def test_the_model_is_complete_and_the_work_gone(undisturbed: Plan) -> None:
     _, config, metrics, manifest = load_model(undisturbed.destination)
     assert config["training"]["batch"] == 8
     assert set(manifest.inputs) == {"features-0", "features-1", "validation-0-database", "validation-0-queries"}
+    assert metrics["device"] == "cpu"
     assert metrics["nqe"] in (4, 8)
     assert metrics["ndba"] in (2, 4)
     assert [entry["step"] for entry in metrics["history"]] == [2, 3, 4, 6, 8, 9]
