@@ -10,7 +10,7 @@ import ray
 
 from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
 from cluster.monitor import Tally
-from cluster.session import gpus_available, require_resources
+from cluster.session import gpus_available, require_resources, worker_device
 from lattqe.errors import LattqeError
 from lattqe.extraction.encoder import EncoderSpec, open_encoder
 from lattqe.extraction.image import Framing, ImageList
@@ -65,13 +65,15 @@ class BlockReport:
 def plan_workers(wanted: int | None, device: str = "auto") -> Workers:
     """One worker for each GPU of the cluster, or workers of one CPU each (of more on machines with more than eight).
 
+    device: "cpu", "cuda", or "auto" for what LATTQE_DEVICE says, and where it says nothing GPUs if there are any.
     A network on one thread beside another beats one on two threads: nothing is waited for at the end of each layer.
     """
     if wanted is not None and wanted < 1:
         raise LattqeError(f"--workers {wanted} must be at least 1")
     if device not in ("auto", "cpu", "cuda"):
         raise LattqeError(f"device {device!r} is not auto, cpu or cuda")
-    gpus = 0 if device == "cpu" else gpus_available()
+    device = worker_device() if device == "auto" else device
+    gpus = gpus_available() if device == "cuda" else 0
     if device == "cuda" and not gpus:
         raise LattqeError("device 'cuda' requested, but the cluster has no GPU: use --device cpu")
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]

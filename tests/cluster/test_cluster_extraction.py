@@ -15,7 +15,7 @@ def cluster(monkeypatch):
         rows = [{"Alive": True, "Resources": {"CPU": float(cpus), "GPU": float(gpus)}} for cpus, gpus in nodes]
         rows += [{"Alive": False, "Resources": {"CPU": float(cpus)}} for cpus in dead]
         monkeypatch.setattr(extraction.ray, "nodes", lambda: rows)
-        monkeypatch.setattr(extraction, "gpus_available", lambda: sum(gpus for _, gpus in nodes))
+        monkeypatch.setattr(extraction.ray, "cluster_resources", lambda: {"GPU": float(sum(gpus for _, gpus in nodes))})
 
     return pretend
 
@@ -39,6 +39,18 @@ def test_plan(cluster, nodes, wanted, expected):
     cluster(*nodes, dead=[32])
     assert plan_workers(wanted) == expected
     assert expected.device == ("cuda" if expected.gpus else "cpu")
+
+
+def test_one_setting_says_what_auto_means(cluster, monkeypatch):
+    cluster((8, 2))
+    monkeypatch.setenv("LATTQE_DEVICE", "cpu")
+    assert plan_workers(None) == Workers(8, 1, 0), "GPUs that nodes declare stay alone"
+    assert plan_workers(None, "cuda") == Workers(2, 4, 1), "a device that is asked for by name is meant"
+    monkeypatch.setenv("LATTQE_DEVICE", "cuda:0")
+    assert plan_workers(None) == Workers(2, 4, 1)
+    cluster((8, 0))
+    with pytest.raises(LattqeError, match="has no GPU"):
+        plan_workers(None)
 
 
 def test_device_decides(cluster):
