@@ -361,12 +361,8 @@ class SmallIndex(FlatIndex):
 
     def __init__(self, xb: np.ndarray, device: torch.device | None = None) -> None:
         super().__init__(xb, device)
-        self._longest = float(self._block.norms.max(initial=0.0))
-
-    @cached_property
-    def _wide(self) -> np.ndarray:
-        """All rows in float64, (D, nb); some indexes are only searched."""
-        return np.ascontiguousarray(self._block.stored, dtype=np.float64).T
+        self._wide = np.ascontiguousarray(xb, dtype=np.float64).T
+        self._longest = float(norms(xb).max(initial=0.0))
 
     def count_above(self, xq: np.ndarray, scores: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """See Index: (nq, m) rows that stand before each of `rows` (nq, m), whose exact scores are given."""
