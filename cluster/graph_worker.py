@@ -8,7 +8,6 @@ can be read from the names of its files.
 """
 
 import json
-import math
 import re
 import resource
 import shutil
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from cluster.session import gpus_available, only_this_machine
+from cluster.session import fitting_threads, gpus_available, room_for
 from lattqe.cost.graph import Cut
 from lattqe.cost.rows import visitor_rows
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
@@ -53,16 +52,18 @@ def worker_budget(workers: int, device_bytes: int | None) -> int:
 
 def places(threads: int) -> int:
     """How many workers with that many CPUs, and a GPU each where there are any, the nodes have room for."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
-    return sum(int(min(node.get("CPU", 0) // threads, node.get("GPU", 0) if gpus else math.inf)) for node in nodes)
+    return room_for({"CPU": threads, "GPU": 1 if gpus_available() else 0})
 
 
 def threads_for(workers: int) -> int:
     """The CPUs of each worker: its share of all, but no more than leave room for all workers on the nodes."""
-    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    share = min(sum(cpus) // workers, max(cpus, default=1))
-    return next((threads for threads in range(share, 1, -1) if places(threads) >= workers), 1)
+    return fitting_threads(workers, {"GPU": 1 if gpus_available() else 0})
+
+
+def only_this_machine() -> bool:
+    """Whether the connected cluster has one node, the one that this process runs on."""
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    return nodes == [ray.get_runtime_context().get_node_id()]
 
 
 def measure_worker(task: GraphTask, resources: dict[str, float], timeout: float = MEASURING_SECONDS) -> dict[str, Any]:

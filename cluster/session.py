@@ -180,21 +180,10 @@ def _closed_to_others() -> Iterator[None]:
     The first is Ray's own switch for machines whose firewalls ask about every port; it has no public name. The token is
     random, goes to Ray's processes by their environment and is written to no file.
     """
-    before = {
-        name: os.environ.get(name)
-        for name in (
-            ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR,
-            "RAY_AUTH_MODE",
-            "RAY_AUTH_TOKEN",
-            "RAY_AUTH_TOKEN_PATH",
-        )
-    }
-    clusters = ray_constants.ENABLE_RAY_CLUSTER
-    os.environ |= {
-        ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-    }
+    switch, clusters = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    names = (switch, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ |= {switch: "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     ray_constants.ENABLE_RAY_CLUSTER = False
     _read_authentication()
     try:
@@ -375,29 +364,33 @@ def connected_machines(workers: int | None = None) -> Machines:
     return Machines(count, max(int(cpus // count), 1), int(gpus // count), memory / count, asked=workers)
 
 
-def only_this_machine() -> bool:
-    """Whether the connected cluster has one node, the one that this process runs on."""
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    return nodes == [ray.get_runtime_context().get_node_id()]
+def room_for(per_worker: Mapping[str, float]) -> int:
+    """How many workers that need so much each the nodes have room for: a worker is never spread over two nodes."""
+    nodes, needs = (node["Resources"] for node in ray.nodes() if node["Alive"]), per_worker.items()
+    return sum(min(int((node.get(name, 0) + 1e-9) // amount) for name, amount in needs if amount) for node in nodes)
+
+
+def fitting_threads(workers: int, beside: Mapping[str, float]) -> int:
+    """The CPUs of each worker: its share of all, but no more than leave room for all, with what each takes `beside`."""
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    share = min(sum(cpus) // workers, max(cpus, default=1))
+    return next((each for each in range(share, 1, -1) if room_for({"CPU": each, **beside}) >= workers), 1)
 
 
 def require_resources(per_worker: Mapping[str, float], workers: int, timeout: float = 60.0) -> None:
-    """Wait until the cluster owns what `workers` workers need, or say plainly what is missing.
+    """Wait until the nodes have room for that many workers, or say plainly what is missing.
 
     An autoscaling cluster grows while we wait; a fixed one that is too small is reported after `timeout` seconds
     instead of leaving actors pending forever.
     """
     deadline = time.monotonic() + timeout
-    while True:
-        owned = ray.cluster_resources()
-        missing = {
-            name: (amount * workers, owned.get(name, 0.0))
-            for name, amount in per_worker.items()
-            if amount * workers > owned.get(name, 0.0) + 1e-9
-        }
-        if not missing:
-            return
+    while (room := room_for(per_worker)) < workers:
         if time.monotonic() >= deadline:
-            wanted = ", ".join(f"{need:g} {name} (the cluster has {have:g})" for name, (need, have) in missing.items())
-            raise LattqeError(f"{workers} workers need {wanted}: ask for fewer with --workers, or add nodes")
+            owned, needs = ray.cluster_resources(), [(name, amount) for name, amount in per_worker.items() if amount]
+            short = [(name, amount) for name, amount in needs if amount * workers > owned.get(name, 0) + 1e-9]
+            told = [f"{amount * workers:g} {name} (the cluster has {owned.get(name, 0):g})" for name, amount in short]
+            if not short:
+                each = " and ".join(f"{amount:g} {name}" for name, amount in needs)
+                told = [f"{each} each on one node (there is room for {room} of them)"]
+            raise LattqeError(f"{workers} workers need {', '.join(told)}: ask for fewer or smaller ones, or add nodes")
         time.sleep(min(1.0, timeout))

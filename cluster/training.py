@@ -5,7 +5,6 @@ the process group and the restarts. A board (one small actor) carries progress t
 can fix, which must end the training rather than restart it.
 """
 
-import math
 import os
 import threading
 import time
@@ -19,7 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.monitor import Watch
-from cluster.session import gpus_available, require_resources
+from cluster.session import GROW_SECONDS, fitting_threads, require_resources, worker_device
 from lattqe.errors import LattqeError
 from lattqe.store.local import scratch_folder
 
@@ -29,7 +28,13 @@ if TYPE_CHECKING:
 
 # A worker group is started again that many times before the training gives up; preempted nodes are not counted.
 MAX_FAILURES = 10
+# Ray Train waits a minute for a group to be placed, and by default asks again without end and without a word: where a
+# node has died, as often as a cluster has minutes to grow.
+MAX_STARTS = int(GROW_SECONDS / 60)
+# The others wait while the leader searches for validation. A worker that has died is noticed at once, by Ray.
+COLLECTIVE_SECONDS = 24 * 3600
 POLL_SECONDS = 0.25
+PLACING_SECONDS = 60.0  # for nodes to come that have room for all workers
 STOP_SECONDS = 6.0  # after Ctrl-C: for the update that runs and its checkpoint; then the last checkpoint must do
 LEAVE_SECONDS = 3.0  # and for Ray Train to see that its workers have ended
 
@@ -89,7 +94,9 @@ def run_worker(config: dict[str, Any]) -> None:
     from lattqe.training.stage import NotFiniteError
 
     torch.set_num_threads(config["threads"])
-    board, team = config["board"], Team.joined(ray.train.torch.get_device())
+    # Without a GPU of its own a worker would be told the first that torch sees.
+    device = ray.train.torch.get_device() if config["gpu"] else torch.device("cpu")
+    board, team = config["board"], Team.joined(device)
     if ray.get(board.join.remote(team.rank, os.getpid())):
         return
 
@@ -116,6 +123,7 @@ def train_on_cluster(
     threads: int | None = None,
     show: Callable[[Standing], None] = lambda standing: None,
     max_failures: int = MAX_FAILURES,
+    placing_seconds: float = PLACING_SECONDS,
 ) -> None:
     """Train with that many workers on the connected Ray, calling `show` a few times a second.
 
@@ -124,16 +132,15 @@ def train_on_cluster(
     from lattqe.training import Team
 
     Team(0, workers).slots(plan.config.slots)  # refuses a number that does not fit, before anything starts
-    use_gpu = gpus_available() > 0
     threads = threads or threads_for(workers)
-    resources = {"CPU": float(threads)} | ({"GPU": 1.0} if use_gpu else {})
-    require_resources(resources, workers)
+    resources = {"CPU": float(threads), **_gpus()}
+    require_resources(resources, workers, placing_seconds)
     # With its driver, so that no other node's death takes it away.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
     with scratch_folder("train") as storage:  # Ray Train insists on one; nothing of ours goes there
         try:
-            trainer = _trainer(plan, board, workers, threads, resources, use_gpu, str(storage), max_failures)
+            trainer = _trainer(plan, board, workers, threads, resources, str(storage), max_failures)
             fit = _in_background(trainer.fit)
             try:
                 _follow(fit, board, _counting(show, plan.config.batch))
@@ -177,30 +184,32 @@ def _save_and_stop(board: Any) -> None:
 
 
 def threads_for(workers: int) -> int:
-    """Threads of each worker so that they share the CPUs of the cluster evenly; a head without CPUs runs none."""
-    nodes = [cpus for node in ray.nodes() if node["Alive"] and (cpus := int(node["Resources"].get("CPU", 0))) >= 1]
-    return max(1, min(nodes, default=1) // math.ceil(workers / max(len(nodes), 1)))
+    """Threads of each worker: an equal share of the CPUs, but no more than fit on the nodes."""
+    return fitting_threads(workers, _gpus())
+
+
+def _gpus() -> dict[str, float]:
+    """What each worker takes beside its CPUs: a GPU, where the workers' device is one."""
+    return {"GPU": 1.0} if worker_device() == "cuda" else {}
 
 
 def _trainer(
-    plan: "Plan",
-    board: Any,
-    workers: int,
-    threads: int,
-    resources: dict[str, float],
-    use_gpu: bool,
-    storage: str,
-    max_failures: int,
+    plan: "Plan", board: Any, workers: int, threads: int, resources: dict[str, float], storage: str, max_failures: int
 ) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    use_gpu = "GPU" in resources
     return TorchTrainer(
         run_worker,
-        train_loop_config={"plan": plan.to_dict(), "board": board, "threads": threads},
-        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
+        train_loop_config={"plan": plan.to_dict(), "board": board, "threads": threads, "gpu": use_gpu},
+        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo", timeout_s=COLLECTIVE_SECONDS),
         scaling_config=ScalingConfig(num_workers=workers, use_gpu=use_gpu, resources_per_worker=resources),
-        run_config=RunConfig(name="train", storage_path=storage, failure_config=FailureConfig(max_failures)),
+        run_config=RunConfig(
+            name="train",
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures, controller_failure_limit=MAX_STARTS),
+        ),
     )
 
 
@@ -234,14 +243,20 @@ def _follow(fit: "Future[Any]", board: Any, show: Callable[[Standing], None]) ->
         except Exception as error:
             message = ray.get(board.read.remote()).error
             if message is None:
-                reason = " ".join(str(error).split())[-300:]
-                raise LattqeError(
-                    f"the training workers failed repeatedly, last with: {reason}; "
-                    "the same command continues from the last checkpoint"
-                ) from error
+                raise LattqeError(f"{_reason(error)}; the same command continues from the last checkpoint") from error
             raise LattqeError(message) from None
         standing = ray.get(board.read.remote())
         show(standing)
         if standing.error is not None:
             raise LattqeError(standing.error)
         return
+
+
+def _reason(error: Exception) -> str:
+    """Why Ray Train gave up, in a few words: by its controller's error if that is what it was."""
+    if type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupTimeoutError":
+        return (
+            f"the workers found no room on the nodes in {MAX_STARTS + 1} attempts: wait for other jobs to end or for "
+            "nodes to come back, or ask for fewer --workers or --threads"
+        )
+    return f"the training workers failed repeatedly, last with: {' '.join(str(error).split())[-300:]}"

@@ -99,13 +99,13 @@ def warn_of_leakage(features: list[str], held_out: list[str]) -> None:
 
 def train_with_progress(plan: Any, workers: int, threads: int) -> None:
     """Show the plan, train on the connected Ray, and show how far it is."""
-    from cluster.session import gpus_available
+    from cluster.session import gpus_available, worker_device
     from cluster.training import Standing, threads_for, train_on_cluster
     from lattqe.store import open_place
     from lattqe.training.checkpoint import Checkpoints
 
     done = Checkpoints(open_place(plan.destination)).load().step
-    workers = workers or max(1, gpus_available())
+    workers = workers or (max(1, gpus_available()) if worker_device() == "cuda" else 1)
     threads = threads or threads_for(workers)
     resumed = {"continuing at update": f"{done:,}"} if done else {}
     show_table("train", _plan_rows(plan) | {"workers × threads": f"{workers} × {threads}", **resumed}, plan=True)

@@ -14,12 +14,14 @@ import ray
 import torch
 from hop_world import begun, expected, make_world, no_bar, published
 from ray.cluster_utils import Cluster
+from training_sets import plan_for, write_sets
 
 from cluster.augmentation import hop_workers, run_hops
 from cluster.blocks import BlockPolicy
 from cluster.graph import agree_on_cut, plan_graph, run_graph
 from cluster.graph_worker import GraphWorker, measure_worker, places, threads_for
 from cluster.session import ray_session
+from cluster.training import train_on_cluster
 from lattqe.augmentation import AugmentSummary
 from lattqe.augmentation.bands import HopWorker
 from lattqe.cost import cut_rows
@@ -28,7 +30,7 @@ from lattqe.errors import LattqeError
 from lattqe.search import knn_graph
 from lattqe.search.products import kinds_for
 from lattqe.search.stored import GraphTask, begin_graph
-from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph
+from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, load_model
 
 pytestmark = pytest.mark.ray
 
@@ -152,6 +154,18 @@ def test_hops_planned_for_gpus_take_declared_ones(cluster, tmp_path, monkeypatch
         run_hops(task, no_bar, AugmentSummary())
     assert {tuple(note[1:]) for note in notes(folder, "up")} == {("1", "cpu")}
     np.testing.assert_allclose(published(task).read(), expected(world), rtol=0, atol=1e-5)
+
+
+def test_training_stays_on_the_cpu_where_told(cluster, tmp_path, monkeypatch):
+    """With GPUs it would ask for NCCL, and for one of them: here for the CPUs of a node that has none."""
+    monkeypatch.setenv("LATTQE_DEVICE", "cpu")
+    cluster.add_node(num_cpus=1, num_gpus=1)
+    cluster.add_node(num_cpus=2)
+    cluster.wait_for_nodes()
+    plan = plan_for(write_sets(tmp_path), tmp_path / "model", "steps=2", "temperature_steps=0")
+    with ray_session(cluster.address):
+        train_on_cluster(plan, workers=1, threads=2, placing_seconds=0)
+    assert load_model(plan.destination)[2]["device"] == "cpu"
 
 
 def test_a_node_that_joins_late_gets_work(cluster, features, tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ import pytest
 import ray
 from ray._private.node import Node
 
-from cluster.session import ray_session
+from cluster import graph_worker, training
+from cluster.session import ray_session, require_resources, room_for
 from lattqe.errors import LattqeError
 
 
@@ -41,6 +42,60 @@ def test_a_ray_that_cannot_start(monkeypatch):
         pass
     assert "\n" not in str(told.value)
     assert len(tries) == 5, "a crowded machine gets further tries"
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """Pretend to be connected to nodes with these CPUs and GPUs, beside one that has died."""
+
+    def pretend(*owned):
+        alive = [{"Alive": True, "Resources": {"CPU": float(cpus), "GPU": float(gpus)}} for cpus, gpus in owned]
+        dead = {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}}
+        total = {name: sum(node["Resources"][name] for node in alive) for name in ("CPU", "GPU")}
+        monkeypatch.setattr(ray, "nodes", lambda: [*alive, dead])
+        monkeypatch.setattr(ray, "cluster_resources", lambda: total)
+
+    monkeypatch.delenv("LATTQE_DEVICE", raising=False)
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("owned", "needs", "workers", "message"),
+    [
+        ([(8, 0), (8, 0)], {"CPU": 16}, 1, r"1 workers need 16 CPU each on one node \(there is room for 0 of them\)"),
+        ([(8, 0)] * 3, {"CPU": 6, "GPU": 0}, 4, r"6 CPU each on one node \(there is room for 3 of them\)"),
+        ([(4, 1), (64, 0)], {"CPU": 8, "GPU": 1}, 1, r"8 CPU and 1 GPU each on one node \(there is room for 0"),
+        ([(8, 0)], {"CPU": 3}, 3, r"3 workers need 9 CPU \(the cluster has 8\)"),
+    ],
+)
+def test_workers_that_fit_on_no_node_are_refused(nodes, owned, needs, workers, message):
+    """Even where all nodes together own enough: a worker that waits for room on one of them waits without end."""
+    nodes(*owned)
+    with pytest.raises(LattqeError, match=message) as told:
+        require_resources(needs, workers, timeout=0)
+    assert "\n" not in str(told.value)
+    require_resources({name: amount // 8 for name, amount in needs.items()} | {"CPU": 1}, workers, timeout=0)
+
+
+def test_room_is_counted_node_by_node(nodes):
+    nodes((8, 0), (7.5, 2), (0, 0))
+    assert room_for({"CPU": 4}) == 3
+    assert room_for({"CPU": 0.5}) == 31
+    assert room_for({"CPU": 4, "GPU": 0}) == 3
+    assert room_for({"CPU": 4, "GPU": 1}) == 1
+    assert room_for({"CPU": 1, "GPU": 1}) == 2
+
+
+def test_training_workers_share_the_cpus_of_nodes_that_have_any(nodes, monkeypatch):
+    nodes((0, 0), (8, 0), (4, 0))
+    assert [training.threads_for(workers) for workers in (1, 2, 3, 4, 12, 24)] == [8, 4, 4, 2, 1, 1]
+    assert graph_worker.threads_for(2) == 4
+    nodes((0, 0))
+    assert training.threads_for(1) == 1, "refused later, by name"
+    nodes((8, 4), (64, 0))
+    assert training.threads_for(4) == 2, "beside their GPUs, which are on one node"
+    monkeypatch.setenv("LATTQE_DEVICE", "cpu")
+    assert training.threads_for(4) == 16, "no GPU is taken"
 
 
 def descendants(pid):

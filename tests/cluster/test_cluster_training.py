@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 import torch
 from training_sets import DIM, plan_for, write_sets
 
+from cluster import training
 from cluster.training import Standing, train_on_cluster
 from lattqe.errors import LattqeError
 from lattqe.store import load_model, open_place
@@ -76,3 +78,23 @@ def test_an_error_that_a_user_can_mend_arrives_as_such(sets: dict[str, str], tmp
 def test_workers_that_cannot_share_the_slots_are_refused_at_once(sets: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(LattqeError, match="3 workers cannot share 4 slots"):
         train_on_cluster(plan_for(sets, tmp_path / "model"), workers=3)
+
+
+def test_more_threads_than_a_node_has_are_refused(sets: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(LattqeError, match=r"1 workers need 3 CPU \(the cluster has 2\)"):
+        train_on_cluster(plan_for(sets, tmp_path / "model"), workers=1, threads=3, placing_seconds=0)
+
+
+def test_workers_that_find_no_room_are_not_waited_for_without_end(
+    sets: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes are large enough, but another job has all of their CPUs."""
+    monkeypatch.setattr(training, "MAX_STARTS", 1)
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "0.2")
+    other = ray.remote(num_cpus=2)(training.Board).remote()
+    ray.get(other.read.remote())
+    try:
+        with pytest.raises(LattqeError, match=r"no room on the nodes in 2 attempts: wait for other jobs"):
+            train_on_cluster(plan_for(sets, tmp_path / "model"), workers=1, threads=1)
+    finally:
+        ray.kill(other)
