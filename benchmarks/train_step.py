@@ -65,7 +65,7 @@ def main() -> None:
     plain = LAttQE(config.network).to(device).train()
     plain.head.log_temperature.requires_grad_(False)
     times: dict[str, list[float]] = {"step": [], "bare": [], "waiting": []}
-    with prefetched(sampler, range(options.steps), slice(None)) as batches:
+    with prefetched(sampler, range(options.steps), slice(None), device) as batches:
         for step in range(options.steps):
             started = time.perf_counter()
             batch = next(batches).to(device)

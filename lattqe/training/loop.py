@@ -143,8 +143,8 @@ class Training:
         slots = stage.masks.slots
         each = self.config.batch // self.config.slots
         part = slice(slots.start * each, slots.stop * each)
-        sums, since = torch.zeros(len(stage.loss_names())), 0
-        with prefetched(self.sampler, range(state.step, stop), part) as batches:
+        sums, since, told = torch.zeros(len(stage.loss_names())), 0, state.stage
+        with prefetched(self.sampler, range(state.step, stop), part, self.team.device) as batches:
             for step, batch in zip(range(state.step, stop), batches):
                 try:
                     values = stage.update(step, batch.to(self.team.device))
@@ -153,8 +153,9 @@ class Training:
                         f"{error}: stopped; the last good checkpoint (step {state.step}) is kept in "
                         f"{self.place.uri}/_work; lower learning_rate and use a new destination"
                     ) from None
-                sums, since = sums + values, since + 1
-                stopping = self._tell(step + 1, f"{state.stage} · loss {values[0].item():.4f}") and step + 1 < stop
+                for losses in values if step + 1 < stop else torch.cat([values, stage.rest()]):
+                    sums, since, told = sums + losses, since + 1, f"{state.stage} · loss {losses[0].item():.4f}"
+                stopping = self._tell(step + 1, told) and step + 1 < stop
                 stopping = stopping and (step + 1) % self.config.accumulate == 0  # half an update cannot be saved
                 if stopping or self._due(step + 1, stop):
                     self._record(

@@ -135,7 +135,7 @@ def in_augmented_world(network: LAttQE, batch: Batch, k: int) -> tuple[torch.Ten
             for rows in torch.arange(len(world), device=world.device).split(BLOCK)
         ]
     )
-    own = (~batch.usable).nonzero()[:, 1]
+    own = (~batch.usable).byte().argmax(dim=1)  # the one row that a query may not use; `nonzero` would wait for a GPU
     with torch.no_grad():
         found = _nearest(world[own], augmented, own, network.depth(k))
     expanded = _expand(network, world[own], augmented, found, k, dba=False)

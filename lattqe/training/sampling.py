@@ -10,7 +10,7 @@ Randomness is a pure function of (seed, stream, step): a worker that resumes or 
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,16 +134,26 @@ class Batch:
         there = _POOLS.get(self.candidates)
         if there is None or there.device.type != device.type:
             _POOLS[self.candidates] = there = self.candidates.to(device, non_blocking=True)
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True), there)
+
+    def pinned(self) -> "Batch":
+        """The same in memory that a GPU copies from while the process goes on; a pool that batches share only once."""
+        pool = _PINNED.get(self.candidates)
+        if pool is None:
+            _PINNED[self.candidates] = pool = self.candidates.pin_memory()
+        return self._each(torch.Tensor.pin_memory, pool)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor], candidates: torch.Tensor) -> "Batch":
+        changed: dict[str, Any] = {
+            name: change(value)
             for name, value in vars(self).items()
             if isinstance(value, torch.Tensor) and name != "candidates"
         }
-        return dataclasses.replace(self, candidates=there, **moved)
+        return dataclasses.replace(self, candidates=candidates, **changed)
 
 
-# Candidates on a device, for as long as the sampler or a batch has them here.
-_POOLS = WeakTensorKeyDictionary()
+# Candidates on a device, and in pinned memory, for as long as the sampler or a batch has them here.
+_POOLS, _PINNED = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
 
 class Sampler(Protocol):
@@ -155,16 +165,23 @@ class Sampler(Protocol):
 
 
 @contextmanager
-def prefetched(sampler: Sampler, steps: range, part: slice) -> Iterator[Iterator[Batch]]:
-    """An iterator over the batches of `steps`; what it yields depends on (seed, step) alone, not on the thread."""
+def prefetched(sampler: Sampler, steps: range, part: slice, device: torch.device) -> Iterator[Iterator[Batch]]:
+    """An iterator over the batches of `steps`, ready to be sent to the device; what it yields depends on (seed, step)
+    alone, not on the thread.
+    """
+
+    def make(step: int) -> Batch:
+        batch = sampler.batch(step, part)
+        return batch.pinned() if device.type == "cuda" else batch
+
     with ThreadPoolExecutor(1, thread_name_prefix="sampler") as thread:
 
         def batches() -> Iterator[Batch]:
-            waiting: list[Future[Batch]] = [thread.submit(sampler.batch, step, part) for step in steps[:AHEAD]]
+            waiting: list[Future[Batch]] = [thread.submit(make, step) for step in steps[:AHEAD]]
             for step in steps:
                 ready = waiting.pop(0).result()
                 if step + AHEAD < steps.stop:
-                    waiting.append(thread.submit(sampler.batch, step + AHEAD, part))
+                    waiting.append(thread.submit(make, step + AHEAD))
                 yield ready
 
         try:

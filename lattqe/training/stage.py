@@ -69,6 +69,7 @@ class Stage:
         # One number is not worth a wrapper, and which parameters a gated network uses depends on the batch.
         self.averages = dba or network.config.gated
         self.wrapped = network if self.averages else team.wrap(network)
+        self.unread: list[torch.Tensor] = []  # losses of batches, on the device
 
     @property
     def kept(self) -> LAttQE:
@@ -76,31 +77,45 @@ class Stage:
         return self.network if self.average is None else self.average
 
     def update(self, step: int, batch: Batch) -> torch.Tensor:
-        """One batch, and the update after the last of `accumulate`; returns the loss and its parts, (1 + parts,), on
-        the CPU: the one time in an update that the device is waited for.
+        """One batch, and the update after the last of `accumulate`; returns the loss and its parts of all of these,
+        (accumulate, 1 + parts), on the CPU: the one time in an update that the device is waited for. Before: (0, …).
         """
         self.network.train(not self.dba)
         self.masks.begin(step)
         loss, parts = self._loss(batch)
         # Gradients are averaged over the workers; the loss is a share of a sum.
         (loss * (self.team.size / self.config.accumulate)).backward()
-        values = self.team.total(torch.stack([loss.detach(), *parts.values()]))
+        self.unread.append(torch.stack([loss.detach(), *parts.values()]))
         if (step + 1) % self.config.accumulate:
-            return values.cpu()
+            return torch.empty(0, 1 + len(parts))
         if self.averages:
             for parameter in self.names:
                 if parameter.grad is not None:
                     parameter.grad = self.team.total(parameter.grad) / self.team.size
         norm = nn.utils.clip_grad_norm_(list(self.names), self.config.clip or float("inf"))
-        told = torch.cat([values, norm[None]]).cpu()
-        if not torch.isfinite(told.sum()):
-            raise NotFiniteError(f"at step {step} the loss became {told[0].item():g}, its gradient {told[-1].item():g}")
+        values, (norm,) = self._read(norm[None])
+        if not torch.isfinite(values.sum() + norm):
+            loss = values[:, 0].mean()
+            raise NotFiniteError(f"at step {step} the loss became {loss.item():g}, its gradient {norm.item():g}")
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(step) * group.get("times", 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._follow(step // self.config.accumulate)
-        return told[:-1]
+        return values
+
+    def rest(self) -> torch.Tensor:
+        """What `update` has not returned yet, (batches, 1 + parts): a stage may end before the last of `accumulate`."""
+        if not self.unread:
+            return torch.empty(0, len(self.loss_names()))
+        return self._read(self.unread[0][:0])[0]
+
+    def _read(self, more: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All that is unread, added up over the workers, and `more` (n,), in one copy from the device."""
+        values = self.team.total(torch.stack(self.unread))
+        self.unread = []
+        told = torch.cat([values.flatten(), more]).cpu()
+        return told[: values.numel()].view(values.shape), told[values.numel() :]
 
     def _loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return this worker's share of the loss, and of its parts."""

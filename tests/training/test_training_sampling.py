@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import threading
 import weakref
 
 import numpy as np
@@ -15,7 +16,7 @@ from lattqe.store import FeatureSet, FeatureWriter
 from lattqe.training.config import TrainingConfig
 from lattqe.training.losses import contrastive, hardest
 from lattqe.training.plan import TrainingData, join, load, published_pairs
-from lattqe.training.sampling import Batch, Members, Sampler, TupleSampler, WorldSampler
+from lattqe.training.sampling import Batch, Members, Sampler, TupleSampler, WorldSampler, prefetched
 
 WHOLE = slice(None)
 
@@ -265,6 +266,36 @@ def test_the_pool_goes_to_the_device_once_for_each_refresh(data: TrainingData, c
     assert pools[-1] is not pools[0]
     here = sampler.batch(0, WHOLE)
     assert here.to(torch.device("cpu")) is here
+
+
+def test_batches_for_a_gpu_are_pinned_ahead(
+    sampler: Sampler, config: TrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the thread that makes them; a pool that batches share is pinned, and later sent, once."""
+    pinned: dict[int, torch.Tensor] = {}
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        assert threading.current_thread().name.startswith("sampler")
+        copy = tensor.clone()
+        pinned[id(copy)] = copy
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    steps = range(config.pool_steps + 1)
+    with prefetched(sampler, steps, WHOLE, torch.device("cuda")) as batches:
+        found = list(batches)
+    for step, batch in zip(steps, found):
+        expected = tensors(sampler.batch(step, WHOLE))
+        for name, value in tensors(batch).items():
+            assert id(value) in pinned, name
+            assert torch.equal(value, expected[name]), name
+    pools = len({id(batch.candidates) for batch in found})
+    assert pools == (2 if isinstance(sampler, TupleSampler) else len(found))
+    assert len(pinned) == sum(len(tensors(batch)) - 1 for batch in found) + pools
+    pinned.clear()
+    with prefetched(sampler, steps, WHOLE, torch.device("cpu")) as batches:
+        assert len(list(batches)) == len(steps)
+    assert not pinned
 
 
 def test_a_pool_that_nobody_has_here_is_not_kept_there(data: TrainingData, config: TrainingConfig) -> None:
