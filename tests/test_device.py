@@ -1,0 +1,58 @@
+"""Settings of a process that a computation needs and must give back."""
+
+import threading
+
+import pytest
+import torch
+
+from lattqe.device import matmul_precision
+
+GPU = torch.device("cuda")  # none is used: torch has the setting without one
+
+
+@pytest.fixture
+def setting():
+    found = torch.backends.cuda.matmul
+    before = found.fp32_precision
+    yield found
+    found.fp32_precision = before
+
+
+@pytest.mark.parametrize("before", ["ieee", "tf32"])
+def test_products_on_a_gpu_have_the_precision_asked_for_and_others_their_own(setting, before):
+    setting.fp32_precision = before
+    with matmul_precision(GPU):
+        assert setting.fp32_precision == "ieee"
+        with matmul_precision(GPU, "tf32"):
+            assert setting.fp32_precision == "tf32"
+        assert setting.fp32_precision == "ieee"
+    assert setting.fp32_precision == before
+    with pytest.raises(torch.OutOfMemoryError), matmul_precision(GPU, "tf32"):
+        raise torch.OutOfMemoryError
+    assert setting.fp32_precision == before, "also where a product found no memory"
+
+
+def test_one_thread_at_a_time_has_the_precision_of_a_gpu(setting):
+    """The setting is the process's: a thread that wants another one waits until this one has launched its product."""
+    seen, begun = [], threading.Event()
+
+    def launch():
+        begun.set()
+        with matmul_precision(GPU, "tf32"):
+            seen.append(setting.fp32_precision)
+
+    with matmul_precision(GPU):
+        other = threading.Thread(target=launch)
+        other.start()
+        begun.wait()
+        other.join(timeout=0.05)
+        assert (setting.fp32_precision, seen) == ("ieee", [])
+    other.join()
+    assert seen == ["tf32"]
+
+
+def test_products_on_a_cpu_leave_the_setting_of_gpus_alone(setting):
+    setting.fp32_precision = "tf32"
+    with matmul_precision(torch.device("cpu")):
+        assert setting.fp32_precision == "tf32"
+        assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
