@@ -313,6 +313,12 @@ def to_fix(reports: list[NodeReport]) -> list[str]:
     return lines + _differences(reports)
 
 
+def driver_to_fix(name: str) -> list[str]:
+    """What keeps torch from using the GPUs of the machine this runs on, each as one line that says what to do."""
+    gpus, cuda = _gpus()
+    return _driver_to_fix(NodeReport(name, gpus=gpus, driver=_driver(), cuda=cuda))
+
+
 def _driver_to_fix(report: NodeReport) -> list[str]:
     """A GPU that torch cannot use, and why."""
     if not report.driver:

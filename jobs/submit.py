@@ -229,10 +229,17 @@ def doctor(
 
 def accept_device(name: str, json: bool, place: str | None = None) -> None:
     """Run everything that GPUs do on this machine's, or on the CPU in its place; exit code 1 where a check fails."""
+    import torch
+
+    from cluster.monitor import driver_to_fix
     from lattqe.acceptance import accept
     from lattqe.device import pick_device
 
+    lines = [] if name == "cpu" else driver_to_fix("this machine")
+    if lines and not torch.cuda.is_available():  # nothing can run, and this is why
+        raise LattqeError(lines[0])
     found = accept(pick_device(name), place=place)
+    found["fix"], found["passed"] = lines, found["passed"] and not lines
     if json:
         print_json(found)
     show_table(
@@ -251,6 +258,8 @@ def accept_device(name: str, json: bool, place: str | None = None) -> None:
             for what, rate in found["rates"].items()
         },
     )
+    for line in lines:
+        screen.print(f"fix: {line}", markup=False, soft_wrap=True)
     if not found["passed"]:
         raise SystemExit(EXIT_TO_FIX)
 

@@ -1,8 +1,8 @@
 """One acceptance run for a device: every part that was only tested on torch's CPU device, on the real one.
 
-Bounds of all kinds of products are attacked, the graph must be the CPU's to the last bit, faiss must agree, augmented
-rows and hops must be the CPU's within a tolerance, a run that was killed must end in the bytes of one that was not; and
-the rates that the plans depend on are measured.
+Bounds of all kinds of products are attacked, graphs and a search must be the CPU's to the last bit, faiss must agree
+(on the GPU, where its build has one), augmented rows and hops must be the CPU's within a tolerance, a run that was
+killed must end in the bytes of one that was not; and the rates that the plans depend on are measured.
 """
 
 import os
@@ -22,9 +22,10 @@ import torch
 from lattqe.device import SparseSums
 from lattqe.expansion.diffusion import directed
 from lattqe.search.compare import Lists as GraphLists
-from lattqe.search.compare import compare_within
-from lattqe.search.exact import exact_scores
+from lattqe.search.compare import compare_between, compare_within
+from lattqe.search.exact import exact_scores, published
 from lattqe.search.graph import faiss_graph, knn_graph
+from lattqe.search.index import best_rows, topk
 from lattqe.search.products import (
     GPU_KINDS,
     Block,
@@ -37,6 +38,8 @@ from lattqe.search.products import (
 from lattqe.search.rows import Clock
 
 ROWS, DIM, K = 3000, 256, 20
+TILE = 512  # rows of a tile of the graphs that are compared: several in each of two blocks
+STAGED_BYTES = 1 << 16  # of each of the two buffers that their rows go through: many turns
 SIDE = {"cpu": 1024, "cuda": 8192}  # rows of a tile that is timed
 SECONDS = 0.3  # of each timing
 TOLERANCE = 1e-3  # between augmented unit vectors of two devices
@@ -63,26 +66,25 @@ def accept(device: torch.device, rows: int = ROWS, place: str | None = None) -> 
     `place`: a folder or s3:// address, of which the rate is measured too.
     """
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((rows, DIM))
-    x = (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float16)
-    x[rows // 2 :: 5] = x[1]  # ties
+    wide = rng.standard_normal((rows, DIM), dtype=np.float32)
+    wide /= np.linalg.norm(wide, axis=1, keepdims=True)
+    wide[rows // 2 :: 5] = wide[1]  # ties
+    x = wide.astype(np.float16)
     checks: dict[str, dict[str, Any]] = {}
     for kind, products in kinds_on(device).items():
         worst = max(attack(products, make(rng)) for make in ATTACKS.values())
         checks[f"bound of {kind}"] = {"passed": worst <= 1, "largest error, of its bound": round(worst, 4)}
     expected = knn_graph(x, K)
-    for kind, products in kinds_on(device).items():
-        block = Block.load(x, products, K, widen=True)
-        lists = compare_within(block, GraphLists.empty(rows, K), 0, [products], Clock())
-        same = bool((lists.ids == expected[0]).all() and (lists.scores.astype(np.float32) == expected[1]).all())
-        checks[f"graph by {kind}"] = {"passed": same, "rows": rows}
-    clock = Clock()
-    second = faiss_graph(x, K, clock=clock)
-    checks["faiss agrees"] = {"passed": bool((second[0] == expected[0]).all()), "uncertain": clock.counts["uncertain"]}
+    for vectors, graph in ((x, expected), (wide, knn_graph(wide, K))):
+        for kind, products in kinds_on(device, TILE).items():
+            same = _equal(graph_in_blocks(vectors, products), graph)
+            checks[f"graph of {vectors.dtype} rows by {kind}"] = {"passed": same, "rows": rows}
+    checks["search"] = {"passed": search_agrees(x, device), "rows": rows}
+    checks |= faiss_agrees(x, expected, device)
     checks["augmentation"] = augmentation(x[:NETWORK_ROWS], device)
     checks["hops"] = hop_sums(x, expected[0], device)
     checks["killed and resumed"] = kill_and_resume(x[:NETWORK_ROWS], device)
-    measured = rates(device) | ({} if place is None else {STORAGE_RATE: round(storage_rate(place) / 1e9, 3)})
+    measured = rates(device) | ({} if place is None else {STORAGE_RATE: _rounded(storage_rate(place) / 1e9)})
     return {
         "device": str(device),
         "name": name_of(device),
@@ -96,11 +98,51 @@ def accept(device: torch.device, rows: int = ROWS, place: str | None = None) -> 
     }
 
 
-def kinds_on(device: torch.device) -> dict[str, Products]:
+def kinds_on(device: torch.device, tile: int = 8192) -> dict[str, Products]:
     """All kinds of products that a torch device has; on the CPU those that serve GPUs elsewhere."""
     return {
-        kind: TorchProducts(device) if kind == "float32" else CoarseTorchProducts(device, kind) for kind in GPU_KINDS
+        kind: TorchProducts(device, tile) if kind == "float32" else CoarseTorchProducts(device, kind, tile)
+        for kind in GPU_KINDS
     }
+
+
+def graph_in_blocks(x: np.ndarray, products: Products) -> tuple[np.ndarray, np.ndarray]:
+    """The graph of x (n, D) as a large set's is made, from two blocks of several tiles, sent in many small steps."""
+    if isinstance(products, TorchProducts):
+        products.sender.staged_bytes = STAGED_BYTES
+    middle, lanes, clock = len(x) // 2, [products], Clock()
+    rows, others = (Block.load(part, products, K, widen=True) for part in (x[:middle], x[middle:]))
+    first = compare_within(rows, GraphLists.empty(len(rows), K), 0, lanes, clock)
+    second = compare_within(others, GraphLists.empty(len(others), K), middle, lanes, clock)
+    first, second = compare_between(rows, others, first, second, 0, middle, lanes, clock)
+    scores, ids = published(*map(np.concatenate, ((first.scores, second.scores), (first.ids, second.ids))))
+    return ids, scores
+
+
+def search_agrees(x: np.ndarray, device: torch.device) -> bool:
+    """Whether a search of some of the rows x (n, D) among all of them, in several tiles, gives what the CPU's does."""
+    products = TorchProducts(device, TILE)
+    products.entries = TILE**2
+    queries = x[:: len(x) // 100 or 1]
+    return _equal(published(*best_rows(queries, Block.load(x, products), K, [products])), topk(queries, x, K))
+
+
+def faiss_agrees(
+    x: np.ndarray, expected: tuple[np.ndarray, np.ndarray], device: torch.device
+) -> dict[str, dict[str, Any]]:
+    """Whether faiss's graph of x (n, D) is the expected one; made on the device, if it is a GPU and faiss knows any."""
+    import faiss
+
+    there = device.type == "cuda" and hasattr(faiss, "StandardGpuResources")
+    clock = Clock()
+    same = _equal(faiss_graph(x, K, device=device if there else None, clock=clock), expected)
+    name = "faiss agrees, on the GPU" if there else "faiss agrees, on the CPU"
+    return {name: {"passed": same, "uncertain": clock.counts["uncertain"]}}
+
+
+def _equal(found: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray]) -> bool:
+    """Whether two pairs of arrays are equal to the last bit."""
+    return all(np.array_equal(one, other) for one, other in zip(found, expected))
 
 
 ATTACKS: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
@@ -234,7 +276,7 @@ def rates(device: torch.device) -> dict[str, float]:
         core, rows = NumpyProducts(), x[:1024]
         seconds = _seconds(lambda: core.multiply(rows, rows[::-1].copy()), torch.device("cpu"))
     found[CORE_RATE] = 2 * len(rows) ** 2 * 512 / seconds / 1e9
-    return {name: round(rate, 2) for name, rate in found.items()}
+    return {name: _rounded(rate) for name, rate in found.items()}
 
 
 def storage_rate(uri: str) -> float:
@@ -272,6 +314,11 @@ def machine(device: torch.device, measured: dict[str, float]) -> dict[str, float
     if STORAGE_RATE in measured:
         found["network"] = measured[STORAGE_RATE] * 1e9
     return found
+
+
+def _rounded(rate: float) -> float:
+    """Four digits, however small it is."""
+    return float(f"{rate:.4g}")
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:

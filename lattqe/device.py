@@ -65,7 +65,7 @@ class Sender:
     """Copies to a device; to a GPU from pinned memory and in its own stream, beside the device's other work."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.staged_bytes = device, STAGED_BYTES
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -92,7 +92,7 @@ class Sender:
         have the device do. Only the thread that calls waits.
         """
         dim, gpu = pieces[0].shape[1], self._stream is not None
-        step = max(STAGED_BYTES // max(dim * dtype.itemsize, 1), 1)
+        step = max(self.staged_bytes // max(dim * dtype.itemsize, 1), 1)
         with torch.cuda.stream(self._stream) if gpu else nullcontext():
             # Allocated within this stream: no kernel of another one still uses what was there before.
             there = torch.empty((sum(map(len, pieces)), dim), dtype=dtype, device=self.device)

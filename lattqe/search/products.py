@@ -202,12 +202,12 @@ class TorchProducts:
         self.device = device
         self.tile, self.entries, self.threads = tile, TILE_ENTRIES, threads or torch.get_num_threads()
         self._buffer = torch.empty(0, device=device)
-        self._sender = Sender(device)
+        self.sender = Sender(device)
 
     def hold(self, x: Rows) -> Any:
         """See Products; may be called by a thread that loads the next rows while these are compared."""
         dtype = torch.float16 if x.dtype == np.float16 else torch.float32
-        return self._sender.bring([as_tensor(piece) for piece in pieces_of(x)], dtype)
+        return self.sender.bring([as_tensor(piece) for piece in pieces_of(x)], dtype)
 
     def widen(self, rows: torch.Tensor) -> torch.Tensor:
         """See Products."""

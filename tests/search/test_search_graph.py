@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_search_exact import KINDS, data, slow_graph, unit
@@ -55,6 +56,36 @@ def test_faiss_with_fewer_rows_than_k():
         for found, expected in zip(faiss_graph(xb[:n], 9), slow_graph(xb[:n], 9)):
             np.testing.assert_array_equal(found, expected)
     assert faiss_graph(xb[:0], 9)[0].shape == (0, 9)
+
+
+@pytest.mark.parametrize(("k", "asked", "uncertain"), [(9, 9 + 32, 0), (2060, 2048, 20)])
+def test_faiss_on_a_gpu_gives_the_same_lists_whatever_it_may_select(k, asked, uncertain, monkeypatch):
+    """Of more candidates than a GPU selects, the lists have no certificate, and are searched again."""
+    import faiss
+
+    calls = []
+
+    def knn_gpu(resources, xq, xb, count, metric, device):
+        calls.append((resources, count, metric, device))
+        return faiss.knn(xq, xb, count, metric=metric)
+
+    monkeypatch.setattr(faiss, "StandardGpuResources", lambda: "resources", raising=False)
+    monkeypatch.setattr(faiss, "knn_gpu", knn_gpu, raising=False)
+    products, clock = NumpyProducts(), Clock()
+    rows, others = (Block.load(unit(np.random.default_rng(n), n, 16), products, widen=True) for n in (20, 2100))
+    found = faiss_lists(rows, others, k, device=torch.device("cuda:2"), clock=clock)
+    assert calls == [("resources", asked, faiss.METRIC_INNER_PRODUCT, 2)]
+    assert clock.counts["uncertain"] == uncertain
+    for one, other in zip(found, search_block(rows, others, k, products)):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_faiss_without_gpus_is_refused_for_one(monkeypatch):
+    import faiss
+
+    monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
+    with pytest.raises(LattqeError, match=r"no GPU support: pip install 'lattqe\[gpu\]', or leave --engine faiss out"):
+        faiss_graph(unit(np.random.default_rng(7), 20, 8), 3, device=torch.device("cuda"))
 
 
 def vectors(rng, n, dim, duplicates):
