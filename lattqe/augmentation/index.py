@@ -28,7 +28,7 @@ from lattqe.device import peak_bytes
 from lattqe.errors import CorruptDataError
 from lattqe.expansion import Method, create
 from lattqe.expansion.attention import model_inputs
-from lattqe.expansion.base import Expanded, RowSource
+from lattqe.expansion.base import Expanded, RowSource, resident
 from lattqe.expansion.rows import augment_rows, list_lengths, shared_table, shares
 from lattqe.search.index import StoredIndex
 from lattqe.search.rows import Clock
@@ -393,3 +393,7 @@ class _Stoppable:
     def lowest(self, xq: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """See RowSource."""
         return self.source.lowest(xq, k)
+
+    def resident(self, device: torch.device) -> torch.Tensor | None:
+        """See FlatIndex."""
+        return resident(self.source, device)

@@ -86,6 +86,12 @@ class RowSource(Protocol):
         """The k rows with the lowest scores, ascending: D (nq, k) float32, I (nq, k) int32."""
 
 
+def resident(source: RowSource, device: torch.device) -> torch.Tensor | None:
+    """All rows (n, D) of a source on a device, if it can keep them there (`FlatIndex.resident`) and there is room."""
+    find = getattr(source, "resident", None)
+    return None if find is None else find(device)
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A parameter as people meet it: an option of a verb, a key of a run's file, a part of a row of a report."""

@@ -17,10 +17,9 @@ import torch
 from lattqe.device import Sender
 from lattqe.errors import LattqeError
 from lattqe.expansion.attention import AttentionExpansion
-from lattqe.expansion.base import Expanded, Method, RowSource, blocks
+from lattqe.expansion.base import Expanded, Method, RowSource, blocks, resident
 from lattqe.expansion.classic import lowest_outside
-from lattqe.search import FlatIndex, Index
-from lattqe.search.index import StoredIndex
+from lattqe.search import Index
 
 # What one process keeps of shared projections at most: 1M rows of a 64-wide network, 40,000 of the paper's.
 SHARED_BYTES = 1 << 30
@@ -144,17 +143,17 @@ def _tables(
     among these. The same numbers whether all rows are there already or each batch's are sent: then, to another device
     than this one, the next batch's while this one is in use.
     """
-    resident = index.resident(device) if isinstance(index, FlatIndex | StoredIndex) else None
+    there = resident(index, device)
     sender = Sender(device)
 
     def read(I: np.ndarray) -> tuple[Callable[[], torch.Tensor], np.ndarray]:
         named, places = np.unique(np.maximum(I, 0), return_inverse=True)
         lists = np.where(I < 0, -1, places.reshape(I.shape))
-        if resident is not None:
-            return partial(torch.index_select, resident, 0, torch.from_numpy(named).to(device)), lists
+        if there is not None:
+            return partial(torch.index_select, there, 0, torch.from_numpy(named).to(device)), lists
         return sender.send(torch.from_numpy(index.gather(named))), lists
 
-    prepared = map(read, batches) if device.type == "cpu" or resident is not None else _ahead(read, batches)
+    prepared = map(read, batches) if device.type == "cpu" or there is not None else _ahead(read, batches)
     for table, lists in prepared:
         yield table().float(), lists
 

@@ -10,6 +10,7 @@ import torch
 
 from lattqe.augmentation import Augmentation, AugmentWorker, begin_index, build_index
 from lattqe.search import stored
+from lattqe.search.index import StoredIndex
 from lattqe.search.stored import GraphTask, begin_graph, build_graph, publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph
 
@@ -120,3 +121,29 @@ def test_a_graph_whose_parts_are_partly_there_is_finished(source, tmp_path, monk
     build_graph(task)
     assert pending.finish().digest == expected
     assert NeighborGraph.open(task.to).digest == expected
+
+
+def test_rows_that_lie_on_the_device_serve_every_thread(tmp_path, monkeypatch):
+    """Of neighbors nothing is read, whichever thread computes a block; the bytes are those of rows that are sent."""
+    x = np.random.default_rng(1).standard_normal((120, DIM))
+    with FeatureWriter(str(tmp_path / "features"), DIM) as writer:
+        writer.append(x, [f"r{row}" for row in range(len(x))])
+    features = FeatureSet.open(str(tmp_path / "features"))
+    graph = publish_graph(features, len(x) - 1, str(tmp_path / "graph"))
+    asked, gather = [], StoredIndex.gather
+    monkeypatch.setattr(StoredIndex, "gather", lambda self, rows: asked.append(len(rows)) or gather(self, rows))
+    torch.set_num_threads(3)
+
+    def digest(name):
+        params = {"dba": True, "device": "cpu"}
+        task = Augmentation(features.uri, graph.uri, str(tmp_path / name), "lattqe", 8, params, block_rows=20)
+        pending = begin_index(task)
+        build_index(task)
+        return pending.finish().digest
+
+    sent = digest("sent")
+    assert sum(asked) > 2 * len(x)
+    asked.clear()
+    monkeypatch.setattr("lattqe.search.index.room_on", lambda device: 1 << 30)
+    assert digest("resident") == sent
+    assert asked == [20] * 6, "each block's own rows"
