@@ -14,17 +14,17 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from lattqe.device import Sender
+from lattqe.device import Sender, pick_device
 from lattqe.errors import LattqeError
 from lattqe.expansion.attention import AttentionExpansion
-from lattqe.expansion.base import Expanded, Method, RowSource, blocks, resident
+from lattqe.expansion.base import BLOCK_BYTES_GPU, Expanded, Method, RowSource, blocks, resident
 from lattqe.expansion.classic import lowest_outside
 from lattqe.search import Index
 
 # What one process keeps of shared projections at most: 1M rows of a 64-wide network, 40,000 of the paper's.
 SHARED_BYTES = 1 << 30
 # Vectors in the method at once, in float32: they stay near the cache, and the allocator uses such blocks again, while
-# every larger one is fresh memory from the system.
+# every larger one is fresh memory from the system. On a GPU `BLOCK_BYTES_GPU`.
 GATHER_BYTES = 8 << 20
 # The same where long lists are only averaged: the more rows at once, the more of their neighbors are the same ones. On
 # a GPU nothing is gained by staying near a cache. By the kind of device alone: the last bits depend on it.
@@ -119,31 +119,68 @@ def augment_rows(
     method.check_width(x.shape[1])
     if isinstance(method, AttentionExpansion) and method.means_suffice and depth > k:
         return _augment_by_means(index, x, rows, D[:, :depth], I[:, :depth], method, k)
-    return _expand(index, x, rows, D[:, :depth], I[:, :depth], method, k, table)
+    return _expand(index, x, rows, D[:, :depth], I[:, :depth], method, k, table, keep=True)
 
 
 def _augment_by_means(
     index: RowSource, x: np.ndarray, rows: np.ndarray, D: np.ndarray, I: np.ndarray, method: AttentionExpansion, k: int
 ) -> Expanded:
     """Expand x (n, D) where the long lists' vectors are only averaged: each row that a batch names is read once."""
-    vectors, weights = np.empty(x.shape, dtype=np.float32), np.zeros((len(x), 1 + I.shape[1]), dtype=np.float32)
     device = method.fast.device
+
+    def expand(batch: slice, table: torch.Tensor, lists: np.ndarray) -> Expanded:
+        return method.expand_rows(x[batch], table, lists, D[batch], k)
+
     at_once = MEANS_BYTES if device.type == "cpu" else MEANS_BYTES_GPU
-    batches = list(blocks(len(x), I.shape[1] * x.shape[1] * 4, at_once))
-    for batch, (table, lists) in zip(batches, _tables(index, [I[batch] for batch in batches], device)):
-        done = method.expand_rows(x[batch], table, lists, D[batch], k)
-        vectors[batch], weights[batch] = done.vectors, done.weights
-    return Expanded(vectors, weights, np.concatenate([rows[:, None], I], axis=1).astype(np.int32))
+    listed = np.concatenate([rows[:, None], I], axis=1).astype(np.int32)
+    return _batch_by_batch(index, listed, x.shape[1], at_once // max(1, I.shape[1] * x.shape[1] * 4), device, expand)
+
+
+def _batch_by_batch(
+    index: RowSource,
+    rows: np.ndarray,
+    dim: int,
+    step: int,
+    device: torch.device,
+    expand: Callable[[slice, torch.Tensor, np.ndarray], Expanded],
+    keep: bool = True,
+) -> Expanded:
+    """expand(batch, table, lists) for batches of `step` items: rows (n, 1 + t) are each item's own and its list, table
+    and lists what `_tables` gives. Where the device has no memory for a batch, it and those after it are half as large:
+    the last bits may depend on that, nothing else does.
+    """
+    lists, step, start = rows[:, 1:], max(1, step), 0
+    vectors, weights = np.empty((len(rows), dim), dtype=np.float32), np.zeros(rows.shape, dtype=np.float32)
+
+    def work(step: int) -> None:  # what it holds on the device is gone when it has failed
+        nonlocal start
+        batches = [slice(first, first + step) for first in range(start, len(rows), step)]
+        for batch, (table, places) in zip(batches, _tables(index, [lists[batch] for batch in batches], device, keep)):
+            done = expand(batch, table, places)
+            vectors[batch], weights[batch] = done.vectors, done.weights
+            start = batch.stop
+
+    while start < len(rows):
+        try:
+            work(step)
+        except torch.OutOfMemoryError as error:
+            step = min(step, len(rows) - start) // 2
+            if not step:
+                raise LattqeError(
+                    f"{device} has no memory left, even for one list of {lists.shape[1]} vectors: end what else uses "
+                    "it, or set LATTQE_DEVICE=cpu"
+                ) from error
+    return Expanded(vectors, weights, rows)
 
 
 def _tables(
-    index: RowSource, batches: list[np.ndarray], device: torch.device
+    index: RowSource, batches: list[np.ndarray], device: torch.device, keep: bool = True
 ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
     """For lists (n, t) of rows, -1 missing: the rows that they name (m, D) float32 on a device, and the lists as places
     among these. The same numbers whether all rows are there already or each batch's are sent: then, to another device
-    than this one, the next batch's while this one is in use.
+    than this one, the next batch's while this one is in use. keep: all rows may be brought there, to stay.
     """
-    there = resident(index, device)
+    there = resident(index, device) if keep else None
     sender = Sender(device)
 
     def read(I: np.ndarray) -> tuple[Callable[[], torch.Tensor], np.ndarray]:
@@ -167,16 +204,23 @@ def _expand(
     method: Method,
     k: int,
     table: np.ndarray | None = None,
+    keep: bool = False,
 ) -> Expanded:
-    """Expand x (n, D) from lists that are exactly as long as they must be; `own` (n,): which rows these are."""
+    """Expand x (n, D) from lists that are exactly as long as they must be; `own` (n,): which rows these are.
+
+    keep: all rows may be brought to another device, to stay there. Few queries are not worth that.
+    """
     first = np.full(len(x), -1) if own is None else own
     listed = [first[:, None], I]
     if method.negatives:
         listed.append(lowest_outside(index, x, I, method.negatives, own))
     rows = np.concatenate(listed, axis=1).astype(np.int32)
+    device, item_bytes = pick_device(method.device), rows.shape[1] * x.shape[1] * 4
+    if device.type != "cpu" and table is None:
+        return _expand_there(index, x, rows, D, method, k, device, keep)
     vectors, weights = np.empty(x.shape, dtype=np.float32), np.zeros(rows.shape, dtype=np.float32)
-    batches = list(blocks(len(x), rows.shape[1] * x.shape[1] * 4, GATHER_BYTES))
-    # One batch of vectors is in the method while the next is being gathered, so two of `GATHER_BYTES` are held.
+    batches = list(blocks(len(x), item_bytes, GATHER_BYTES if device.type == "cpu" else BLOCK_BYTES_GPU))
+    # One batch of vectors is in the method while the next is being gathered, so two of them are held.
     for batch, gathered in zip(batches, _gathered(batches, listed[1:], index.gather)):
         if table is not None and isinstance(method, AttentionExpansion):
             done = method.expand_shared(x[batch], gathered[0], D[batch], table, rows[batch])
@@ -185,6 +229,27 @@ def _expand(
             done = method.expand(x[batch], gathered[0], D[batch], valid=I[batch] >= 0, k=k, **more)
         vectors[batch], weights[batch] = done.vectors, done.weights
     return Expanded(vectors, weights, rows)
+
+
+def _expand_there(
+    index: RowSource,
+    x: np.ndarray,
+    rows: np.ndarray,
+    D: np.ndarray,
+    method: Method,
+    k: int,
+    device: torch.device,
+    keep: bool,
+) -> Expanded:
+    """As `_expand`, on another device than this one: each row that a batch names is sent once, the next batch's while
+    this one is computed. rows (n, 1 + t + m): what the weights will belong to.
+    """
+    step = BLOCK_BYTES_GPU // max(1, rows.shape[1] * x.shape[1] * 4)
+
+    def expand(batch: slice, table: torch.Tensor, lists: np.ndarray) -> Expanded:
+        return method.expand_places(x[batch], table, lists, D[batch], k)
+
+    return _batch_by_batch(index, rows, x.shape[1], step, device, expand, keep)
 
 
 def shares(method: Method, rows: int) -> bool:
