@@ -61,6 +61,18 @@ def room_on(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 0
 
 
+@contextmanager
+def bringing(rows: int, dim: int) -> Iterator[None]:
+    """Rows that cannot be cut further are brought to a device inside: one line where it has no memory for them."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise LattqeError(
+            f"{rows:,} rows of {dim} numbers do not fit in the device's memory: use more workers (--workers), so that "
+            "each holds fewer rows, or set LATTQE_DEVICE=cpu"
+        ) from error
+
+
 class Sender:
     """Copies to a device; to a GPU from pinned memory and in its own stream, beside the device's other work."""
 
@@ -193,7 +205,8 @@ _launching = threading.RLock()
 
 @contextmanager
 def matmul_precision(device: torch.device, precision: str = "ieee") -> Iterator[None]:
-    """Multiply float32 matrices in "ieee" (true float32) or, on a GPU, "tf32" while inside; nothing else sets this.
+    """Multiply float32 matrices in "ieee" (true float32) or, on a GPU, "tf32" while inside, and sum products of float16
+    in float32; nothing else sets this.
 
     The setting is the process's and is read when a product is launched: on a GPU one thread at a time launches. On the
     CPU nothing but true float32 is ever wanted, so that setting stays.
@@ -205,12 +218,13 @@ def matmul_precision(device: torch.device, precision: str = "ieee") -> Iterator[
         yield
         return
     with _launching:
-        before = torch.backends.cuda.matmul.fp32_precision
-        torch.backends.cuda.matmul.fp32_precision = precision
+        setting = torch.backends.cuda.matmul
+        before = setting.fp32_precision, setting.allow_fp16_reduced_precision_reduction
+        setting.fp32_precision, setting.allow_fp16_reduced_precision_reduction = precision, False
         try:
             yield
         finally:
-            torch.backends.cuda.matmul.fp32_precision = before
+            setting.fp32_precision, setting.allow_fp16_reduced_precision_reduction = before
 
 
 @contextmanager

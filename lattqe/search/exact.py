@@ -304,9 +304,9 @@ def int8_is_exact() -> bool:
 
 def _multiply_float16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Half times half, summed in float32: on a GPU by its tensor cores, elsewhere by widening the codes."""
-    if a.device.type == "cuda":
-        return torch.mm(a, b.T, out_dtype=torch.float32)
     with matmul_precision(a.device):
+        if a.device.type == "cuda":
+            return torch.mm(a, b.T, out_dtype=torch.float32)
         return torch.mm(a.float(), b.float().T)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from threadpoolctl import ThreadpoolController
 
-from lattqe.device import Sender, matmul_precision, torch_threads
+from lattqe.device import Sender, bringing, matmul_precision, torch_threads
 from lattqe.errors import LattqeError
 from lattqe.search.exact import (
     FORMATS,
@@ -322,7 +322,8 @@ class Block:
         if not np.isfinite(length).all():
             row = int(np.flatnonzero(~np.isfinite(length))[0])
             raise LattqeError(f"row {row} of the vectors holds NaN or infinity: verify the feature set it came from")
-        held = products.widen(products.hold(x)) if widen else products.hold(x)
+        with bringing(*x.shape):
+            held = products.widen(products.hold(x)) if widen else products.hold(x)
         # On the CPU the wide copy serves exact scores as well: gathering from it needs no conversion.
         stored = held if isinstance(held, Rows) else x
         return cls(stored, held, length, None if k is None else surplus_rows(x, k))

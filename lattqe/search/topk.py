@@ -12,6 +12,8 @@ Float16 rows of ordinary length are scored there too: their products are multipl
 CPU.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -233,6 +235,7 @@ class DeviceTopK:
         self.known = None if known is None else self._bring(known)
         self.surplus = None if others.surplus is None else self._bring(others.surplus)
         self.exact_here = _summable(rows, others)
+        self._stored = [_rows_of(block, device) for block in (rows, others)] if self.exact_here else []
         self.proven = torch.full((len(rows),), -torch.inf, device=device)
         for least in (floor, None if known is None else known[:, -1]):
             if least is not None:
@@ -359,20 +362,22 @@ class DeviceTopK:
         if not self.exact_here:
             found = exact_scores(self.rows.stored, self.others.stored, i.cpu().numpy(), j.cpu().numpy())
             return self._bring(found)
-        step = max(SCORING_ELEMENTS // max(self.rows.dim, 1), 1)
+        step, (rows, others) = max(SCORING_ELEMENTS // max(self.rows.dim, 1), 1), self._stored
         parts = [
-            (_held(self.rows, i[lo : lo + step]).double() * _held(self.others, j[lo : lo + step]).double()).sum(1)
+            (rows(i[lo : lo + step]).double() * others(j[lo : lo + step]).double()).sum(1)
             for lo in range(0, len(i), step)
         ]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=self.device)
 
 
-def _held(block: Block, rows: torch.Tensor) -> torch.Tensor:
-    """Rows (m,) of a block as they are stored, on the device."""
-    source = block.held.source if isinstance(block.held, Codes) else block.held
-    if isinstance(block.held, Codes):
-        rows = torch.from_numpy(block.held.place).to(rows.device)[rows]
-    return source[rows]
+def _rows_of(block: Block, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What gives rows (m,) of a block as they are stored, on the device; where codes stand for them, their places are
+    sent there once.
+    """
+    if not isinstance(block.held, Codes):
+        return lambda rows: block.held[rows]
+    source, place = block.held.source, torch.from_numpy(block.held.place).to(device)
+    return lambda rows: source[place[rows]]
 
 
 def _summable(rows: Block, others: Block) -> bool:

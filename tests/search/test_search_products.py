@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_search_exact import KINDS, data, slow_graph, slow_topk, use_lanes
 
-from lattqe.device import exact_convolutions
+from lattqe.device import exact_convolutions, matmul_precision
 from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex, index, knn_graph, topk
 from lattqe.search.exact import FORMATS, encode, exact_scores
@@ -201,6 +201,63 @@ def test_rows_sent_in_steps_give_the_same_integers(kind, monkeypatch):
         for block_rows in (None, 100):
             for found, wanted in zip(knn_graph(xb, 9, block_rows=block_rows), expected):
                 np.testing.assert_array_equal(found, wanted)
+
+
+def test_the_places_of_codes_are_sent_to_the_device_once():
+    xb = data("random", np.random.default_rng(8), 60, 16, np.float16)
+    products = CoarseTorchProducts(CPU, "float16")
+    rows, others = Block.load(xb, products).take(np.arange(20, 40)), Block.load(xb, products)
+    running = topk_module.running_topk(products, rows, others, 4)
+    for block in (rows, others):
+        object.__setattr__(block.held, "place", None)  # what is not kept cannot be sent again
+    i, j = torch.arange(20).repeat_interleave(60), torch.arange(60).repeat(20)
+    running.offer(slice(None), i, j, products.multiply(rows.held, others.held).flatten())
+    running.settle(0, 20)
+    running.prepare_scores()
+    running.score(0, 20)
+    scores, ids = running.lists(0, 20)
+    expected = slow_topk(xb[20:40], xb, 4)
+    np.testing.assert_array_equal(ids, expected[1])
+    np.testing.assert_array_equal(scores.astype(np.float32), expected[0])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_rows_that_do_not_fit_a_device_are_told_with_what_to_do(dtype, monkeypatch):
+    """A shard larger than the memory of its worker's device cannot be cut by the worker."""
+    monkeypatch.setattr(index, "lanes_on", lambda device: nullcontext([TorchProducts(CPU)]))
+    empty = torch.empty
+
+    def cramped(shape, *arguments, **more):
+        if shape == (500, 16):
+            raise torch.OutOfMemoryError("out of memory")
+        return empty(shape, *arguments, **more)
+
+    monkeypatch.setattr("lattqe.device.torch.empty", cramped)
+    xb = np.ones((500, 16), dtype)
+    FlatIndex(xb[:499])
+    with pytest.raises(LattqeError, match=r"500 rows of 16 numbers do not fit .* more workers \(--workers\)"):
+        FlatIndex(xb)
+
+
+def test_float16_products_on_a_gpu_are_summed_in_float32(monkeypatch):
+    """Asked of the settings alone: there is no GPU here."""
+    setting, found = torch.backends.cuda.matmul, []
+    before = setting.fp32_precision, setting.allow_fp16_reduced_precision_reduction
+
+    class There:
+        device = torch.device("cuda")
+        T = "transposed"
+
+    def mm(a, b, out_dtype):
+        found.append((b, out_dtype, setting.fp32_precision, setting.allow_fp16_reduced_precision_reduction))
+
+    monkeypatch.setattr(torch, "mm", mm)
+    FORMATS["float16"].multiply(There(), There())
+    assert found == [("transposed", torch.float32, "ieee", False)]
+    assert (setting.fp32_precision, setting.allow_fp16_reduced_precision_reduction) == before
+    with matmul_precision(torch.device("cuda"), "tf32"):
+        assert (setting.fp32_precision, setting.allow_fp16_reduced_precision_reduction) == ("tf32", False)
+    assert (setting.fp32_precision, setting.allow_fp16_reduced_precision_reduction) == before
 
 
 def test_precision_settings_are_put_back():
