@@ -156,9 +156,12 @@ def planned(task: "GraphTask", where: "Setting") -> "Work":
     sets = open_sets(task)
     if task.recall is not None:
         return plans.neighbors([plans.Rows.of(sets[0])], task.k, where, approximate=True)
+    said = {}
     if where.here and sets[0].place.is_local:
-        where = replace(where, products_per_second=measure_products(task)[1])
-    return plans.neighbors([plans.Rows.of(each) for each in sets], task.k, where)
+        kind, rate = measure_products(task)
+        where, said = replace(where, products_per_second=rate), {"kind of products": f"{kind}, the fastest here"}
+    work = plans.neighbors([plans.Rows.of(each) for each in sets], task.k, where)
+    return replace(work, facts=work.facts | said)
 
 
 def wanted_recall(

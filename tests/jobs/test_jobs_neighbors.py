@@ -57,6 +57,19 @@ def test_killed_driver_and_the_same_command_again(features, tmp_path, call_lattq
     assert json.loads(out)["digest"] == facts["digest"], "a finished graph is found, not made again"
 
 
+def test_a_plan_names_the_kind_of_products_that_was_measured(features, tmp_path, call_lattqe, monkeypatch):
+    monkeypatch.setattr("lattqe.search.stored.measure_products", lambda task: ("int8", 1e9))
+    words = ("neighbors", features.uri, "-k", 9, "--to", tmp_path / "graph", "--plan", "--json")
+    code, out, err = call_lattqe(*words)
+    assert code == 0, err
+    (stage,) = json.loads(out)["stages"]
+    assert stage["kind of products"] == "int8, the fastest here"
+    assert "int8, the fastest here" in err
+    code, out, err = call_lattqe(*words, "--assume", "nodes=2")
+    assert code == 0, err
+    assert "kind of products" not in json.loads(out)["stages"][0], "other machines are not measured"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
