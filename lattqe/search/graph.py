@@ -14,7 +14,9 @@ says nothing about what comes next: its row is searched again.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -24,8 +26,8 @@ from lattqe.errors import LattqeError
 from lattqe.search.compare import Lists, compare_between, compare_within, rows_per_block
 from lattqe.search.exact import best_of, exact_scores, float32_error, just_below, merge, published
 from lattqe.search.index import best_rows, pair_scores, search_block
-from lattqe.search.products import Block, Products, kinds_for, lanes_on
-from lattqe.search.rows import Clock, Rows, check_k, check_rows, row_range, tiles
+from lattqe.search.products import Block, Products, TorchProducts, kinds_for, lanes_on
+from lattqe.search.rows import Clock, Rows, all_pairs, check_k, check_rows, row_range, tiles
 
 SAMPLE_FLOPS = 4e9  # for each thread, of the graph of the sample that is measured: about a twentieth of a second
 SAMPLE_ROWS = 1024, 8192
@@ -53,8 +55,8 @@ def knn_graph(
 
     Ordered by float64 dot product, then row; a row is never its own neighbor, its duplicates may be. Fewer than k
     other rows: -1 and 0. Memory: 12 k bytes for each row, plus at most two blocks (float16 rows are widened block by
-    block) and their candidates: less than 1 GiB. The result depends neither on `block_rows`
-    nor on the `kind` of products (`lattqe.search.products.kinds_for(device)`).
+    block) and their candidates: less than 1 GiB; on a GPU a third block, which is sent meanwhile. The result depends
+    neither on `block_rows` nor on the `kind` of products (`lattqe.search.products.kinds_for(device)`).
     """
     xb = check_rows(xb)
     k = check_k(k)
@@ -62,22 +64,44 @@ def knn_graph(
     size = block_rows or rows_per_block(xb.shape[1], k, copied=device is not None or xb.dtype != np.float32)
     cuts = list(tiles(len(xb), size))
     lists = [Lists.empty(stop - start, k) for start, stop in cuts]
+    pairs = all_pairs(len(cuts))
     with lanes_on(device, kind) as lanes:
-        for a, (start, stop) in enumerate(cuts):
-            with clock("loading"):
-                rows = Block.load(row_range(xb, start, stop), lanes[0], k, widen=True)
-            lists[a] = compare_within(rows, lists[a], start, lanes, clock)
-            for b in range(a + 1, len(cuts)):
-                with clock("loading"):
-                    visitors = Block.load(row_range(xb, *cuts[b]), lanes[0], k, widen=True)
-                lists[a], lists[b] = compare_between(
-                    rows, visitors, lists[a], lists[b], start, cuts[b][0], lanes, clock
-                )
+        for (a, b), block in zip(pairs, _loaded(xb, [cuts[b] for _, b in pairs], k, lanes[0], clock)):
+            first, visiting = cuts[a][0], cuts[b][0]
+            if a == b:
+                rows = block
+                lists[a] = compare_within(rows, lists[a], first, lanes, clock)
+            else:
+                lists[a], lists[b] = compare_between(rows, block, lists[a], lists[b], first, visiting, lanes, clock)
     if not lists:
         return np.empty((0, k), dtype=np.int32), np.empty((0, k), dtype=np.float32)
     parts = [published(part.scores, part.ids) for part in lists]
     scores, ids = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts))
     return ids, scores
+
+
+def _loaded(
+    xb: Rows, spans: Sequence[tuple[int, int]], k: int, products: Products, clock: Clock
+) -> Iterator[Block]:
+    """Blocks of xb, one after the other; to another device a thread sends the next one while this one is compared."""
+
+    def load(span: tuple[int, int]) -> Block:
+        return Block.load(row_range(xb, *span), products, k, widen=True)
+
+    if not isinstance(products, TorchProducts):
+        for span in spans:
+            with clock("loading"):
+                block = load(span)
+            yield block
+        return
+    with ThreadPoolExecutor(1) as pool:
+        ahead = deque(pool.submit(load, span) for span in spans[:1])
+        for following in [*spans[1:], None] if spans else []:
+            with clock("loading"):
+                block = ahead.popleft().result()
+            if following is not None:
+                ahead.append(pool.submit(load, following))
+            yield block
 
 
 def sample_size(dim: int) -> int:

@@ -1,17 +1,19 @@
 """Other ways to the exact graph: by faiss, whatever it finds, and by an update, row number for row number."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_search_exact import KINDS, data, slow_graph, unit
+from test_search_exact import KINDS, data, slow_graph, unit, use_lanes
 
 from lattqe.errors import LattqeError
 from lattqe.search import graph, knn_graph
 from lattqe.search.graph import faiss_graph, faiss_lists, update_graph
 from lattqe.search.index import search_block
-from lattqe.search.products import Block, NumpyProducts, kinds_for
+from lattqe.search.products import Block, NumpyProducts, TorchProducts, kinds_for
 from lattqe.search.rows import Clock
 
 
@@ -86,6 +88,53 @@ def test_a_faiss_without_gpus_is_refused_for_one(monkeypatch):
     monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
     with pytest.raises(LattqeError, match=r"no GPU support: pip install 'lattqe\[gpu\]', or leave --engine faiss out"):
         faiss_graph(unit(np.random.default_rng(7), 20, 8), 3, device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_the_next_block_is_sent_to_a_device_while_this_one_is_compared(dtype, monkeypatch):
+    sent, changed, compared = [], threading.Condition(), []
+
+    class Watched(TorchProducts):
+        def hold(self, x):
+            there = super().hold(x)
+            with changed:
+                sent.append(threading.current_thread())
+                changed.notify_all()
+            return there
+
+    def meanwhile(compare):
+        def watched(*arguments):
+            compared.append(compare.__name__)
+            with changed:  # nothing is compared before the next rows are there: they do not wait for it
+                assert changed.wait_for(lambda: len(sent) > min(len(compared), 5), timeout=60)
+            return compare(*arguments)
+
+        return watched
+
+    for name in ("compare_within", "compare_between"):
+        monkeypatch.setattr(graph, name, meanwhile(getattr(graph, name)))
+    xb = data("near", np.random.default_rng(8), 120, 16, dtype)
+    expected = slow_graph(xb, 7)
+    use_lanes(monkeypatch, [Watched(torch.device("cpu"), tile=32)])
+    for found, wanted in zip(knn_graph(xb, 7, block_rows=50), expected):
+        np.testing.assert_array_equal(found, wanted)
+    within, between = "compare_within", "compare_between"
+    assert compared == [within, between, between, within, between, within]
+    assert len(sent) == 6
+    assert threading.main_thread() not in sent
+
+
+def test_blocks_are_loaded_by_the_thread_that_compares_where_there_is_no_device(monkeypatch):
+    loaded = []
+
+    class Watched(NumpyProducts):
+        def hold(self, x):
+            loaded.append(threading.current_thread())
+            return super().hold(x)
+
+    use_lanes(monkeypatch, [Watched()])
+    knn_graph(unit(np.random.default_rng(8), 60, 16), 7, block_rows=40)
+    assert loaded == [threading.main_thread()] * 3
 
 
 def vectors(rng, n, dim, duplicates):
