@@ -80,9 +80,7 @@ def knn_graph(
     return ids, scores
 
 
-def _loaded(
-    xb: Rows, spans: Sequence[tuple[int, int]], k: int, products: Products, clock: Clock
-) -> Iterator[Block]:
+def _loaded(xb: Rows, spans: Sequence[tuple[int, int]], k: int, products: Products, clock: Clock) -> Iterator[Block]:
     """Blocks of xb, one after the other; to another device a thread sends the next one while this one is compared."""
 
     def load(span: tuple[int, int]) -> Block:
