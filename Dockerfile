@@ -1,4 +1,5 @@
-# The image of ray_cluster.yaml and cluster/kuberay.yaml, with the versions that were tested (constraints.txt):
+# The image of ray_cluster.yaml and cluster/kuberay.yaml, with the versions that were tested (constraints.txt; of these
+# faiss-cuda was only chosen, as there was no GPU):
 #   docker build -t your-registry/lattqe:0.2.0 .
 #   docker build -t your-registry/lattqe:0.2.0-cpu --build-arg RAY=2.60.0-py311 --build-arg FAISS=cpu --build-arg TORCH=https://download.pytorch.org/whl/cpu .
 # Ray's image brings Python, Ray and CUDA; `lattqe doctor` on a node says whether its driver is new enough.

@@ -117,6 +117,33 @@ def test_the_ray_version_is_the_tested_one_and_said_in_full(aws):
     assert aws["setup_commands"]
 
 
+def test_what_every_extra_installs_is_pinned():
+    """But for backbones: their torchvision belongs to the torch that is there, and is not in the image."""
+    import tomllib
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    lines = (ROOT / "constraints.txt").read_text().split()
+    pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: wanted for name, wanted in project["optional-dependencies"].items() if name != "backbones"}
+    assert {"cpu", "gpu", "extract", "test"} <= set(extras)
+    for name, wanted in {"lattqe": project["dependencies"], **extras}.items():
+        for each in map(Requirement, wanted):
+            version = pinned.get(canonicalize_name(each.name))
+            assert version is not None, f"{each.name} of {name} has no line in constraints.txt"
+            assert version in each.specifier, f"{each.name} {version} is not what {name} asks for"
+
+
+def test_the_docs_name_the_pinned_wheels_of_gpus():
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    text = (ROOT / "docs" / "cluster.md").read_text()
+    assert f"pinned torch {pinned['torch']} " in text
+    assert f"pinned faiss-cuda {pinned['faiss-cuda']} " in text
+    assert f"https://pypi.org/project/faiss-cuda/{pinned['faiss-cuda']}/" in text
+
+
 def test_the_cluster_files_run_the_image_of_the_dockerfile(aws):
     """Tags are those that its first lines build, from the constraints, with this version and the code that is there."""
     import tomllib
