@@ -263,6 +263,32 @@ def test_a_run_file_measures_what_the_commands_give(world, tmp_path):
     assert found == pytest.approx(100 * expected, abs=1e-9)
 
 
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize("name", ["aqe", "aqewd", "alphaqe", "dqe", "gated"])
+def test_hops_of_a_run_file_are_those_of_the_commands(world, tmp_path, name):
+    """`hops` and `hop_alpha` of any method: one line of a run file, or augment, search and evaluate."""
+    method, words = given(world, name)[0], options(world, name)
+    hops = ("--method", method, "-k", K, "--hops", 4, "--hop-alpha", 0.8)
+    call(jobs.augment.app, world / "database", "--to", tmp_path / "index", *hops, *words)
+    search = (tmp_path / "index", world / "queries", "--expand", method, "--nqe", 3, "-k", ROWS)
+    call(jobs.search.app, *search, "--to", tmp_path / "ranks", *words)
+    told = call(evaluate_app, tmp_path / "ranks", "--json")
+    expected = json.loads(told[told.index("{") :])["label"]["map"]
+    (tmp_path / "run.toml").write_text(
+        "nqe_sweep = [8]\nbootstrap = 100\n"
+        f'[[dataset]]\nname = "towns"\ndatabase = "{world / "database"}"\nqueries = "{world / "queries"}"\n'
+        f'[[method]]\nmethod = "{method}"\nnqe = {K}\nndba = {K}\nnqe_with_dba = 3\nhops = 4\nhop_alpha = 0.8\n'
+        + "".join(f"{key} = {json.dumps(value)}\n" for key, value in given(world, name)[1].items())
+    )
+    call(jobs.benchmark.app, tmp_path / "run.toml", "--to", tmp_path / "bench")
+    results = json.loads((tmp_path / "bench" / "results.json").read_text())
+    (row,) = (row for row in results["table3"] if "4 hops" in row["label"])
+    assert row["mean"] == pytest.approx(100 * expected, abs=1e-9)
+    assert row["mean"] != results["table3"][-2]["mean"], "the line without hops is another"
+    text = (tmp_path / "bench" / "results.csv").read_text()
+    assert "hops 4, hop α 0.8" in text
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_validation_is_the_python_api(world, name):
     network = LAttQE.load(str(world / name))

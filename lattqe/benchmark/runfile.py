@@ -4,7 +4,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ from lattqe.benchmark.spec import (
     as_trained,
     graph_candidate,
     graph_method,
+    hopping,
     trained_ablations,
     with_hops,
 )
 from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS, create
+from lattqe.expansion.base import HOP_ALPHA, check_hops
 from lattqe.store.artifacts import SHIPPED, model_address
 
 MOST_BYTES = 1 << 20  # of a run's file: more is not written by hand
@@ -38,6 +40,7 @@ MANY_DOTS = re.compile(rb"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){64}""")
 MOST_NUMBER = 10**6  # of neighbors, and of resamples: beyond it memory ends before sense does
 RUN_KEYS = {"title", "dataset", "distractors", "method", "ablation", "ablations"}
 RUN_KEYS |= {"nqe_sweep", "published", "bootstrap", "graphs"}
+HOP_KEYS = ("hops", "hop_alpha")  # of every method that augments rows
 
 
 def load_run(path: str | Path) -> Run:
@@ -67,12 +70,17 @@ def parse_run(content: Mapping[str, Any], folder: Path, where: str) -> Run:
     _check_values(content, where)
     top = Entry(content, folder, where)
     top.known(RUN_KEYS)
-    methods = tuple(_method(entry) for entry in top.tables("method") if not _on_graph(entry))
-    on_graph = tuple(_graph_method(entry) for entry in top.tables("method") if _on_graph(entry))
+    methods, on_graph = [], []
+    for entry in top.tables("method"):
+        if _on_graph(entry):
+            on_graph.append(_graph_method(entry))
+            continue
+        methods.append(_method(entry))
+        on_graph += _hopping(entry, methods[-1])
     run = Run(
         title=top.text("title", "Benchmark"),
         datasets=tuple(_dataset(entry) for entry in top.tables("dataset")),
-        methods=methods,
+        methods=tuple(methods),
         graph_methods=(*on_graph, *with_hops(methods)),
         distractors=tuple(_distractors(entry) for entry in top.tables("distractors")),
         ablations=(
@@ -249,10 +257,10 @@ def _on_graph(entry: Entry) -> bool:
 def _method(entry: Entry) -> Candidate:
     name = entry.one_of("method", (*METHODS, *GRAPH_METHODS), "")
     of = METHODS[name]
-    entry.known({"method", "label", "choose", "nqe", "ndba", "nqe_with_dba", *of.parameters()})
+    entry.known({"method", "label", "choose", "nqe", "ndba", "nqe_with_dba", *HOP_KEYS, *of.parameters()})
     label = entry.text("label", of.label)
     if of.learned and "nqe" not in entry.content:
-        for key in ("choose", "ndba", "nqe_with_dba"):
+        for key in ("choose", "ndba", "nqe_with_dba", *HOP_KEYS):
             if key in entry.content and entry.content[key] != "model":
                 raise LattqeError(
                     f"{entry.where}: {key} without nqe: give nqe too, or neither, to take what the "
@@ -277,6 +285,26 @@ def _method(entry: Entry) -> Candidate:
         for each in method.variants():
             _checked(entry, lambda each=each: create(name, **dict(each)))  # type: ignore[misc]
     return method
+
+
+def _hopping(entry: Entry, method: Candidate) -> list[GraphCandidate]:
+    """The further line of a method whose entry names `hops`, with the share `hop_alpha`; else none."""
+    if "hops" not in entry.content:
+        if "hop_alpha" in entry.content:
+            raise LattqeError(f"{entry.where}: hop_alpha needs hops: add hops = 8, or leave it out")
+        return []
+    if not method.ndba:
+        raise LattqeError(f"{entry.where}: hops need ndba, the number of neighbors of a database row: give it too")
+    hops = entry.numbers("hops")
+    if min(hops) < 2:
+        raise LattqeError(f"{entry.where}: hops is 1, which ndba alone measures already: use 2 or more")
+    alphas = entry.values("hop_alpha", float) if "hop_alpha" in entry.content else ()
+    _checked(entry, lambda: check_hops(max(hops), HOP_ALPHA))
+    for alpha in alphas:
+        _checked(replace(entry, where=f"{entry.where}, hop_alpha"), lambda alpha=alpha: check_hops(2, alpha))  # type: ignore[misc]
+    if method.choose == "fixed" and len(hops) * max(len(alphas), 1) > 1:
+        raise _not_fixed(entry, method.label)
+    return [hopping(method, hops, alphas)]
 
 
 def _graph_method(entry: Entry) -> GraphCandidate:

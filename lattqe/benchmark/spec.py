@@ -197,6 +197,7 @@ def setting_parts(row: Mapping[str, Any]) -> dict[str, str]:
         first = next(iter(known.values())).symbol if step["method"] in GRAPH_METHODS else name
         parts[first] = str(step["k"])
         parts |= {"hops": str(step["hops"])} if "hops" in step else {}
+        parts |= {"hop α": f"{step['hop_alpha']:g}"} if "hop_alpha" in step else {}
         parts |= {"space": "adapted"} if step.get("adapt") else {}
         parts |= {
             known[key].symbol: value if isinstance(value, str) else f"{value:g}"
@@ -294,6 +295,26 @@ def with_hops(methods: Sequence[Candidate]) -> tuple[GraphCandidate, ...]:
         label = f"{of.dba_label}, {hops} hops + {of.label}" if each.label == of.label else f"{each.label}, {hops} hops"
         found.append(GraphCandidate(each.method, label, "model", (Pipeline(rows, queries),)))
     return tuple(found)
+
+
+def hopping(method: Candidate, hops: tuple[int, ...], alphas: tuple[float, ...]) -> GraphCandidate:
+    """The line of a method whose augmentations flow on over the graph, as `lattqe augment --hops` makes them.
+
+    Several values are all tried, with all of its other settings. alphas: none is the method's own share.
+    """
+    of = METHODS[method.method]
+    shares: list[Params] = [(("hop_alpha", alpha),) for alpha in alphas] or [()]
+    pipelines = []
+    for params, share, number in itertools.product(method.variants(), shares, hops):
+        adapts = of.learned and load_model(dict(params)["model"])[2].get("adapt") is True
+        space: Params = (("adapt", True),) if adapts else ()
+        pipelines += [
+            Pipeline(Setting(rows.method, rows.k, (*space, *share, ("hops", number), *params)), queries)
+            for rows, queries in method.dba_settings(params)
+        ]
+    several = " or ".join(map(str, hops))
+    label = f"{of.dba_label}, {several} hops + {method.label}"
+    return GraphCandidate(method.method, label, method.choose, tuple(pipelines))
 
 
 def trained_ablations(folder: str) -> tuple[Ablation, ...]:

@@ -22,7 +22,7 @@ KINDS = {
     "none": "No expansion",
     "qe": "Query expansion",
     "dba+qe": "Database-side augmentation + query expansion",
-    "graph": "The whole graph: diffusion and propagation",
+    "graph": "The whole graph: hops, diffusion and propagation",
 }
 CHOSEN = {
     "fixed": "fixed",

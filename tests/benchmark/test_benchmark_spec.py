@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lattqe.benchmark.runfile import load_run, parse_run
-from lattqe.benchmark.spec import Setting
+from lattqe.benchmark.spec import Pipeline, Setting
 from lattqe.errors import LattqeError
 from lattqe.store import save_model
 
@@ -187,6 +187,59 @@ def test_a_graph_method_comes_after_what_is_done_before(tmp_path: Path) -> None:
     assert dict(first.rank.params) == {"alpha": 0.99, "gamma": 6.0, "kd": 20}  # type: ignore[union-attr]
     (only,) = run.graph_methods[1].pipelines
     assert (only.dba.method, only.dba.k, only.qe) == ("propagation", 10, Setting("aqewd", 12))  # type: ignore[union-attr]
+
+
+AUGMENTED = {"method": "alphaqe", "nqe": 4, "ndba": 6, "hops": 4}
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (AUGMENTED | {"hops": 0}, "hops must be whole numbers from 1, not 0"),
+        (AUGMENTED | {"hops": "4"}, "hops must be whole numbers from 1, not '4'"),
+        (AUGMENTED | {"hops": 1}, "hops is 1, which ndba alone measures already: use 2 or more"),
+        (AUGMENTED | {"hops": 65}, "hops is 65: use a whole number from 1 .* to 64"),
+        (AUGMENTED | {"hops": [2, 4]}, "method 'αQE' is fixed but has several settings"),
+        (AUGMENTED | {"hop_alpha": [0.8, 0.9]}, "method 'αQE' is fixed but has several settings"),
+        (AUGMENTED | {"hop_alpha": 1.0}, "hop_alpha: the share of the neighbors is 1.0: use a number between 0 and 1"),
+        (AUGMENTED | {"hop_alpha": "much"}, "hop_alpha must be float numbers, not 'much'"),
+        ({"method": "alphaqe", "nqe": 4, "hops": 4}, "hops need ndba"),
+        ({"method": "alphaqe", "nqe": 4, "ndba": 6, "hop_alpha": 0.9}, "hop_alpha needs hops"),
+        ({"method": "lattqe", "hops": 4}, "hops without nqe"),
+    ],
+)
+def test_mistakes_in_hops_are_refused_by_name(entry: dict[str, object], words: str) -> None:
+    with pytest.raises(LattqeError, match=words) as caught:
+        parse_run({"dataset": [DATASET], "method": [entry]}, Path("."), "run.toml")
+    assert "run.toml, method 1" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_method_can_hop() -> None:
+    """One more line for each entry, over all of its values; that of a trained model is in the space it was made for."""
+    names = ("aqe", "aqewd", "alphaqe", "dqe", "lattqe")
+    entries = [{"method": name, "nqe": 4, "ndba": 6, "hops": 4, "hop_alpha": 0.8} for name in names]
+    entries.append({"method": "alphaqe", "label": "mine", "choose": "test", "nqe": 4, "ndba": [5, 6], "hops": [2, 3]})
+    run = parse_run({"dataset": [DATASET], "method": entries}, Path("."), "run.toml")
+    assert [each.label for each in run.graph_methods] == [
+        "ADBA, 4 hops + AQE",
+        "ADBAwD, 4 hops + AQEwD",
+        "αDBA, 4 hops + αQE",
+        "DDBA, 4 hops + DQE",
+        "LAttDBA, 4 hops + LAttQE",
+        "αDBA, 2 or 3 hops + mine",
+    ]
+    (first,) = run.graph_methods[0].pipelines
+    assert first == Pipeline(Setting("aqe", 6, (("hop_alpha", 0.8), ("hops", 4))), Setting("aqe", 4))
+    (learned,) = run.graph_methods[4].pipelines
+    assert dict(learned.dba.params) == {  # type: ignore[union-attr]
+        "adapt": True, "hop_alpha": 0.8, "hops": 4, "model": "lattqe://universal",
+    }  # fmt: skip
+    grid = run.graph_methods[5]
+    assert (grid.choose, len(grid.pipelines)) == ("test", 4)
+    assert {(each.dba.k, *each.dba.params) for each in grid.pipelines} == {  # type: ignore[union-attr]
+        (k, ("hops", hops)) for k in (5, 6) for hops in (2, 3)
+    }
 
 
 def test_files_that_are_no_toml_or_not_there(tmp_path: Path) -> None:
