@@ -10,7 +10,7 @@ distractors alone is computed once for all data sets; an augmentation is removed
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from cluster import augmentation as on_ray
 from cluster.graph import build_graph, prepare_graph
 from cluster.shards import ShardedIndex
 from lattqe.augmentation import Augmentation, adaptation_for, adapted_rows, begin_index, build_index
-from lattqe.benchmark.cells import ADAPTED, Cell, Inputs, Measured, finished_graphs, measure, method_of
+from lattqe.benchmark.cells import ADAPTED, NOT_MEASURED, Cell, Inputs, Measured, finished_graphs, measure, method_of
 from lattqe.benchmark.choosing import missing_cells
 from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting, graph_method
 from lattqe.cost import Work, plans
@@ -58,39 +58,40 @@ class Bench:
         }
         for (dataset, _), distractors in self.distractors.items():
             check_same_vectors(self.inputs[dataset].database, distractors)
-        models = {value for method in run.methods for value in method.params.get("model", ())}
-        models |= {each.model for each in run.ablations}
-        models |= {
-            dict(step.params)["model"]
-            for method in run.graph_methods
-            for each in method.pipelines
-            for step in (each.dba, each.qe)
-            if step is not None and "model" in dict(step.params)
-        }
-        self.models = {uri: read_manifest(open_place(uri), "model").digest for uri in sorted(models)}
+        self.models = {uri: read_manifest(open_place(uri), "model").digest for uri in run.models()}
         self._check_plan()
         known = finished_graphs(run.graphs, self.inputs, self.distractors, self._graph_k())
         self.indexes = Indexes(self.folder, self.models, workers, shards, known)
         self._known: dict[str, Measured] = {}
 
     def _check_plan(self) -> None:
-        """Refuse a model that does not fit a data set, or a set too large for a method, before anything is measured."""
+        """Refuse a model that does not fit a data set, or sets too large to measure or choose a method on."""
         settings = [method.qe_settings()[0] for method in self.run.methods]
         settings += [one.setting for one in self.run.ablations]
         for name, opened in self.inputs.items():
             for setting in settings:
                 method_of(setting).check_width(opened.database.dim, f"data set {name}")
-        # Learned hops run on Ray at any size; the rivals on the graph do not.
+        # Hops of weights run on Ray at any size; the rivals on the graph do not.
         rivals = [each for each in self.run.graph_methods if each.method in GRAPH_METHODS]
-        for dataset, distractors in self.run.columns() if rivals else ():
-            rows = self.inputs[dataset.name].database.rows
-            rows += self.distractors[dataset.name, distractors].rows if distractors is not None else 0
-            if rows > MOST_ROWS:
+        fitting = {each.role for each in self.run.datasets if self.inputs[each.name].database.rows <= MOST_ROWS}
+        for each in rivals:
+            needed = {"validation"} if each.choose == "validation" else set()
+            needed |= {"test"} if len(rivals) == len(self.run.entries) else set()
+            for role in sorted(needed - fitting):
                 raise LattqeError(
-                    f"{dataset.name} has {rows:,} rows with its distractors, but "
-                    f"{rivals[0].label} works in one process, up to {MOST_ROWS:,} rows: "
+                    f"{each.label} works in one process, up to {MOST_ROWS:,} rows, and every {role} set has more: "
                     "leave it out of this run"
                 )
+
+    def too_large(self, cell: Cell) -> bool:
+        """Whether a cell has more rows than its method can take: it is not measured, and the report says so."""
+        whole = cell.rank is not None or (cell.dba is not None and cell.dba.method in GRAPH_METHODS)
+        return whole and sum(each.rows for each in self.sets_of(cell.dataset, cell.distractors)) > MOST_ROWS
+
+    def sets_of(self, dataset: str, distractors: str | None) -> list[FeatureSet]:
+        """The sets whose rows are searched: a database, and its distractors."""
+        more = [self.distractors[dataset, distractors]] if distractors is not None else []
+        return [self.inputs[dataset].database, *more]
 
     def needs_ray(self) -> bool:
         """Whether anything of it is too large for this process, or was asked to run on workers or shards."""
@@ -113,12 +114,12 @@ class Bench:
         """The finished graph that the run names for the rows of some cells; None: it is computed, or not needed."""
         if dba is None or dba.method in GRAPH_METHODS:
             return None
-        sets = [self.inputs[dataset].database]
-        sets += [self.distractors[dataset, distractors]] if distractors is not None else []
-        return self.indexes.known.get(rows_key(sets, dba))
+        return self.indexes.known.get(rows_key(self.sets_of(dataset, distractors), dba))
 
     def lookup(self, cell: Cell) -> Measured:
-        """The result of a cell that has been filled."""
+        """The result of a cell that has been filled, or that has too many rows."""
+        if self.too_large(cell):
+            return NOT_MEASURED
         key = self.key(cell)
         if key not in self._known:
             self._known[key] = Measured.from_bytes(self.place.read(f"{key}.json"))
@@ -154,11 +155,11 @@ class Bench:
             self._fill_group(group, on_done)
 
     @staticmethod
-    def groups(cells: Iterable[Cell]) -> dict[tuple[str, str | None, Setting | None], list[Cell]]:
-        """Cells by the rows that they search: data set, distractors, augmentation."""
-        groups: dict[tuple[str, str | None, Setting | None], list[Cell]] = {}
+    def groups(cells: Iterable[Cell]) -> dict[tuple[str, str | None, Setting | None, bool], list[Cell]]:
+        """Cells by the rows that they search: data set, distractors, augmentation, and whether they are adapted."""
+        groups: dict[tuple[str, str | None, Setting | None, bool], list[Cell]] = {}
         for cell in dict.fromkeys(cells):
-            groups.setdefault((cell.dataset, cell.distractors, cell.dba), []).append(cell)
+            groups.setdefault((cell.dataset, cell.distractors, cell.dba, cell.adapted), []).append(cell)
         return groups
 
     def _fill_group(self, group: list[Cell], on_done: Callable[[Cell], None]) -> None:
@@ -179,11 +180,10 @@ class Bench:
 
     def _index(self, cell: Cell) -> AbstractContextManager[tuple[Index, FeatureSet]]:
         """The index that a cell's queries search, and a set of its rows, whose space they must be in."""
-        database = self.inputs[cell.dataset].database
-        distractors = self.distractors[cell.dataset, cell.distractors] if cell.distractors is not None else None
+        sets = self.sets_of(cell.dataset, cell.distractors)
         if cell.dba is None:
-            return self.indexes.original(database, distractors)
-        return self.indexes.augmented(self._index_key(cell), database, distractors, cell.dba, self._graph_k())
+            return self.indexes.adapted(self._index_key(cell), sets) if cell.adapted else self.indexes.original(sets)
+        return self.indexes.augmented(self._index_key(cell), sets, cell.dba, self._graph_k())
 
     def _index_key(self, cell: Cell) -> str:
         """An augmentation does not depend on the queries that search it."""
@@ -191,19 +191,7 @@ class Bench:
 
     def _graph_k(self) -> int:
         """Neighbors enough for every database setting of the run, so that one graph of some rows serves them all."""
-        settings = [
-            pair[0]
-            for method in self.run.methods
-            for params in method.variants()
-            for pair in method.dba_settings(params)
-        ]
-        settings += [
-            each.dba
-            for method in self.run.graph_methods
-            for each in method.pipelines
-            if each.dba is not None and each.dba.method not in GRAPH_METHODS
-        ]
-        return max((method_of(setting, dba=True).depth(setting.k) for setting in settings), default=1)
+        return max((method_of(each, dba=True).depth(each.k) for each in self.run.augmentations()), default=1)
 
 
 def rows_key(sets: Sequence[FeatureSet], dba: Setting) -> tuple[str, ...]:
@@ -230,33 +218,43 @@ class Indexes:
         self.costs = open_place(f"{folder}/costs")
 
     @contextmanager
-    def original(self, database: FeatureSet, distractors: FeatureSet | None) -> Iterator[tuple[Index, FeatureSet]]:
+    def original(self, sets: list[FeatureSet]) -> Iterator[tuple[Index, FeatureSet]]:
         """The rows as they are."""
-        with self._open([each.uri for each in (database, distractors) if each is not None]) as index:
-            yield index, database
+        with self._open([each.uri for each in sets]) as index:
+            yield index, sets[0]
+
+    @contextmanager
+    def adapted(self, key: str, sets: list[FeatureSet]) -> Iterator[tuple[Index, FeatureSet]]:
+        """The rows in the space that is adapted to them; `key` names the result."""
+        to = f"{self.folder}/indexes/{key}-{ADAPTED}"
+        rows = self._adapted(self._joined(sets), to)
+        with self._open([rows.uri]) as index:
+            yield index, rows
+        open_place(to).delete_tree()
 
     @contextmanager
     def augmented(
-        self, key: str, database: FeatureSet, distractors: FeatureSet | None, dba: Setting, graph_k: int
+        self, key: str, sets: list[FeatureSet], dba: Setting, graph_k: int
     ) -> Iterator[tuple[Index, FeatureSet]]:
         """The rows expanded from their neighbors; `key` names the result, `graph_k` is how long the graph is to be."""
+        in_space = bool(dict(dba.params).get("adapt"))
         if dba.method in GRAPH_METHODS:
-            yield self._propagated(key, [each for each in (database, distractors) if each is not None], dba), database
+            with self.adapted(key, sets) if in_space else nullcontext((None, sets[0])) as (_, rows):
+                yield self._propagated(key, [rows] if in_space else sets, dba), rows
             return
         started = time.perf_counter()
-        sets = [each for each in (database, distractors) if each is not None]
         k = max(min(graph_k, sum(each.rows for each in sets) - 1), 1)  # a single row has none, a list needs an entry
         to = f"{self.folder}/indexes/{key}-{k}"
         graph = self.known.get(rows_key(sets, dba))
         if graph is not None and rows_key(sets, dba)[0] == ADAPTED:
             features = FeatureSet.open(graph.manifest.inputs["features"]["uri"])
         else:
-            features = database if distractors is None else self._joined(database, distractors)
-            if dict(dba.params).get("adapt"):
+            features = self._joined(sets)
+            if in_space:
                 features = self._adapted(features, to)
-                graph = self._graph(features, None, features, k)
+                graph = self._graph([features], features, k)
             elif graph is None:
-                graph = self._graph(database, distractors, features, k)
+                graph = self._graph(sets, features, k)
         found = time.perf_counter()
         self._augment(features, graph, dba, to)
         if not self.costs.exists(f"{key}.json"):
@@ -266,10 +264,11 @@ class Indexes:
             yield index, FeatureSet.open(to)
         open_place(to).delete_tree()
 
-    def _joined(self, database: FeatureSet, distractors: FeatureSet) -> FeatureSet:
-        """The rows of both as one set."""
-        joined = f"{self.folder}/joined/{database.digest[:16]}-{distractors.digest[:16]}"
-        return stack_features([database, distractors], joined)
+    def _joined(self, sets: list[FeatureSet]) -> FeatureSet:
+        """The rows of all as one set."""
+        if len(sets) == 1:
+            return sets[0]
+        return stack_features(sets, f"{self.folder}/joined/{'-'.join(each.digest[:16] for each in sets)}")
 
     def _adapted(self, features: FeatureSet, to: str) -> FeatureSet:
         """The rows adapted to their collection, as `lattqe augment` adapts those of an index."""
@@ -308,12 +307,11 @@ class Indexes:
     def _here(self, rows: int) -> bool:
         return runs_here(rows, self.workers)
 
-    def _graph(
-        self, database: FeatureSet, distractors: FeatureSet | None, features: FeatureSet, k: int
-    ) -> NeighborGraph:
+    def _graph(self, sets: list[FeatureSet], features: FeatureSet, k: int) -> NeighborGraph:
         """Compute the graph of all rows; on Ray that of the distractors once, unless it is there, and the database is
         merged into it.
         """
+        database, distractors = sets[0], sets[1] if len(sets) > 1 else None
         to = f"{self.folder}/graphs/{features.digest[:16]}-{k}"
         self.tell(f"graph of {features.rows:,} rows")
         if self._here(features.rows):
@@ -375,10 +373,8 @@ class Indexes:
 def plan_cells(bench: Bench, where: Where) -> list[Work]:
     """What the cells take that are needed next; which ones come after them is chosen by what they measure."""
     made, searches, known, cells = [], [], set(), bench.cells_to_do()
-    for (dataset, distractors, dba), group in bench.groups(cells).items():
-        sets = [bench.inputs[dataset].database]
-        sets += [bench.distractors[dataset, distractors]] if distractors is not None else []
-        rows, asked = sum(each.rows for each in sets), bench.inputs[dataset].queries
+    for (dataset, distractors, dba, _), group in bench.groups(cells).items():
+        rows, asked = sum(each.rows for each in bench.sets_of(dataset, distractors)), bench.inputs[dataset].queries
         here = replace(where, here=where.here and runs_here(rows, bench.indexes.workers))
         searches.append(measuring(rows, asked.rows, asked.dim, len(group), here.machines))
         if dba is None or dba.method in GRAPH_METHODS:

@@ -232,6 +232,11 @@ class Cell:
         """How its rows and queries are treated."""
         return Pipeline(self.dba, self.qe, self.rank)
 
+    @property
+    def adapted(self) -> bool:
+        """Whether its rows and queries are in the space that is adapted to the rows."""
+        return any(step is not None and bool(dict(step.params).get("adapt")) for step in (self.dba, self.rank))
+
     def key(self, digests: Mapping[str, str], models: Mapping[str, str]) -> str:
         """A name for the cell's result: of its settings and of the content of all its inputs, not of their places.
 
@@ -256,7 +261,10 @@ def _portable(setting: Setting | None, models: Mapping[str, str]) -> dict[str, A
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell's result: one Scores for each setup, weights by rank where requested, and what it took."""
+    """A cell's result: one Scores for each setup, weights by rank where requested, and what it took.
+
+    One without any scores was not measured, because its rows are too many for its method.
+    """
 
     scores: tuple[Scores, ...]
     weights: dict[str, Any] | None
@@ -292,6 +300,9 @@ class Measured:
             content["seconds"],
             content["peak_bytes"],
         )
+
+
+NOT_MEASURED = Measured((), None, {}, 0)
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -40,6 +40,11 @@ def cell_of(dataset: Dataset, pipeline: Pipeline, distractors: str | None = None
     return Cell(dataset.name, distractors, pipeline.dba, pipeline.qe, pipeline.rank)
 
 
+def column_name(dataset: Dataset, distractors: str | None) -> str:
+    """'roxford5k' or 'roxford5k+r1m'."""
+    return dataset.name if distractors is None else f"{dataset.name}+{distractors}"
+
+
 NO_EXPANSION = Row("none", "none", "no expansion", Pipeline(), "fixed", (Pipeline(),))
 
 
@@ -49,9 +54,25 @@ def reported(scores: Sequence[Scores]) -> list[Scores]:
 
 
 def mean_map(lookup: Lookup, datasets: Sequence[Dataset], pipeline: Pipeline) -> float:
-    """Mean mAP in percent over all reported setups of some data sets, without distractors."""
+    """Mean mAP in percent over all reported setups of some data sets, without distractors, as far as measured."""
     values = [one.mean_ap for dataset in datasets for one in reported(lookup(cell_of(dataset, pipeline)).scores)]
-    return 100 * float(np.mean(values))
+    return 100 * float(np.mean(values)) if values else -np.inf
+
+
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """The mean of some values; None where one was not measured: the others' would stand beside means of all."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if len(known) == len(values) else None
+
+
+def tried_on(dataset: Dataset, pipelines: Sequence[Pipeline], lookup: Lookup) -> tuple[float | None, Pipeline]:
+    """The best of some pipelines on one set, mean over its setups in percent; the first of equals.
+
+    None: the set has too many rows for them.
+    """
+    found = [(mean_map(lookup, [dataset], each), each) for each in pipelines]
+    best = max(found, key=lambda pair: pair[0])
+    return (best[0] if np.isfinite(best[0]) else None), best[1]
 
 
 def judges(run: Run, method: Candidate | GraphCandidate) -> list[Dataset]:

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from lattqe.benchmark.cells import rows_of_queries
-from lattqe.benchmark.choosing import Row, choose_rows, reported
-from lattqe.benchmark.results import Source, tried_on
+from lattqe.benchmark.choosing import Row, choose_rows, mean_of, reported, tried_on
+from lattqe.benchmark.results import Source
 from lattqe.benchmark.spec import (
     Candidate,
     Dataset,
     GraphCandidate,
+    Params,
     Pipeline,
     Run,
     Setting,
@@ -165,7 +166,7 @@ def make_cells(sets: Sequence[LabelledSet], folder: str, relevant: Sequence[int]
 
 
 def rivals() -> tuple[tuple[Candidate, ...], tuple[GraphCandidate, ...]]:
-    """Every method without learning over a small grid that reaches from sparse to dense; diffusion and propagation."""
+    """Every method without learning over a small grid that reaches from sparse to dense; and those on the graph."""
     grids: dict[str, tuple[int, ...]] = {
         "aqe": (1, 2, 4, 8),
         "aqewd": (2, 3, 5, 8, 16),
@@ -178,34 +179,38 @@ def rivals() -> tuple[tuple[Candidate, ...], tuple[GraphCandidate, ...]]:
         for name, of in METHODS.items()
         if not of.learned
     ]
+    return tuple(plain), (*_on_graph(adapt=False), *_on_graph(adapt=True))
+
+
+def _on_graph(adapt: bool) -> tuple[GraphCandidate, ...]:
+    """The rivals on the whole graph, in the space of the rows or in that of the model's own index.
+
+    The latter needs no labels either. The offline form, which takes longest by far, is measured in the former alone.
+    """
     decay = METHODS["aqewd"]
-    before = Pipeline(Setting("aqewd", 12), Setting("aqewd", 8))
-    adapted = tuple(  # the space of the model's own index, which needs no labels either
-        Pipeline(Setting("aqewd", ndba, (("adapt", True),)), Setting("aqewd", nqe))
-        for ndba in (4, 24)
-        for nqe in (4, 16)
+    space: Params = (("adapt", True),) if adapt else ()
+    suffix = ", adapted" if adapt else ""
+    both = f"{decay.dba_label} + {decay.label}"
+    before = Pipeline(Setting("aqewd", 12, space), Setting("aqewd", 8))
+    alone: dict[str, Any] = {"kq": (2, 5), "gamma": (3.0,)}
+    behind: dict[str, Any] = {"kq": (10,), "kd": (20,), "gamma": (6.0,), "alpha": (0.9,)}
+    averages = tuple(
+        Pipeline(Setting("aqewd", ndba, space), Setting("aqewd", nqe)) for ndba in (4, 24) for nqe in (4, 16)
     )
-    return tuple(plain), (
-        GraphCandidate("aqewd", f"{decay.dba_label} + {decay.label}, adapted", "test", adapted),
-        graph_candidate("diffusion", "test", kq=(2, 5), kd=(5, 20), gamma=(3.0,), alpha=(0.9, 0.99)),
+    expanding = Pipeline(qe=Setting("aqewd", 12))
+    found = [
+        graph_candidate("diffusion", "test", f"diffusion{suffix}", adapt=adapt, kd=(5, 20), alpha=(0.9, 0.99), **alone),
+        graph_candidate("diffusion", "test", f"{both} + diffusion{suffix}", before, **behind),
         graph_candidate(
-            "diffusion",
-            "test",
-            f"{decay.dba_label} + {decay.label} + diffusion",
-            before,
-            kq=(10,),
-            kd=(20,),
-            gamma=(6.0,),
-            alpha=(0.9,),
+            "propagation", "test", f"propagation + {decay.label}{suffix}", expanding, adapt, k=(4, 10), hops=(1, 8)
         ),
-        graph_candidate(
-            "propagation",
-            "test",
-            f"propagation + {decay.label}",
-            Pipeline(qe=Setting("aqewd", 12)),
-            k=(4, 10),
-            hops=(1, 8),
-        ),
+    ]
+    if adapt:
+        return GraphCandidate("aqewd", f"{both}{suffix}", "test", averages), *found
+    return (
+        *found,
+        graph_candidate("offline-diffusion", "test", kd=(20,), alpha=(0.99,), **alone),
+        graph_candidate("offline-diffusion", "test", f"{both} + offline diffusion", before, **behind),
     )
 
 
@@ -251,7 +256,7 @@ def gains(run: Run, cells: Sequence[DensityCell], source: Source) -> dict[str, A
                 "columns": cell.columns,
                 "relevant": cell.relevant,
                 "crowded": cell.crowded,
-                "map": {row.label: tried_on(cell.dataset, (row.pipeline,), source)[0] for row in rows},
+                "map": {row.label: tried_on(cell.dataset, (row.pipeline,), source.lookup)[0] for row in rows},
             }
             for cell in cells
         ],
@@ -263,7 +268,8 @@ def _group(run: Run, rows: Sequence[Row], cells: Sequence[DensityCell], source: 
     columns, crowded, relevant = cells[0].group
     lines = [_line(row, cells, source) for row in rows]
     rivals = [line for line in lines if not is_learned(line["method"]) and line["method"] != "none"]
-    best = max(rivals, key=lambda line: line["tuned"], default=None)  # none where --only leaves none
+    rivals = [line for line in rivals if line["tuned"] is not None]
+    best = max(rivals, key=lambda line: line["tuned"], default=None)  # none where --only, or many rows, leave none
     against = [(rows[0], "no expansion", "one setting")]
     if best is not None:
         against.append((rows[lines.index(best)], best["label"], "tuned for each set"))
@@ -291,15 +297,9 @@ def _group(run: Run, rows: Sequence[Row], cells: Sequence[DensityCell], source: 
 
 
 def _line(row: Row, cells: Sequence[DensityCell], source: Source) -> dict[str, Any]:
-    one = [tried_on(cell.dataset, (row.pipeline,), source)[0] for cell in cells]
-    tuned = [tried_on(cell.dataset, row.tried, source)[0] for cell in cells]
-    return {
-        "label": row.label,
-        "kind": row.kind,
-        "method": row.method,
-        "one": float(np.mean(one)),
-        "tuned": float(np.mean(tuned)),
-    }
+    one = [tried_on(cell.dataset, (row.pipeline,), source.lookup)[0] for cell in cells]
+    tuned = [tried_on(cell.dataset, row.tried, source.lookup)[0] for cell in cells]
+    return {"label": row.label, "kind": row.kind, "method": row.method, "one": mean_of(one), "tuned": mean_of(tuned)}
 
 
 def _interval(
@@ -308,7 +308,7 @@ def _interval(
     """Paired bootstrap over the queries of all sets, in percent."""
     sides: list[list[Any]] = [[], []]
     for cell in cells:
-        pipeline = tried_on(cell.dataset, before.tried, source)[1] if tuned else before.pipeline
+        pipeline = tried_on(cell.dataset, before.tried, source.lookup)[1] if tuned else before.pipeline
         for side, row, chosen in ((0, before, pipeline), (1, after, after.pipeline)):
             found = source.lookup(row.with_pipeline(chosen).cell(cell.dataset))
             sides[side].append(reported(found.scores))

@@ -25,6 +25,7 @@ from lattqe.datasets.revisited import save_gnd
 from lattqe.datasets.synthetic import SyntheticWorld
 from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS
+from lattqe.expansion.diffusion import Propagation
 from lattqe.store import FeatureSet, FeatureWriter, open_place
 from lattqe.store.artifacts import model_address
 from lattqe.store.local import scratch_folder
@@ -122,6 +123,29 @@ def graph_rivals() -> tuple[GraphCandidate, ...]:
     )
 
 
+def fixed_rivals() -> tuple[GraphCandidate, ...]:
+    """The same for landmarks, with one setting each: diffusion as published, the rest as the paper and we have it.
+
+    That is kq 10, kd 50, γ 3 and α 0.99 (Iscen et al. 2017), the same cut to 1,000 rows (Yang et al. 2019), propagation
+    with its defaults, and ADBAwD 4 + AQEwD 6.
+    """
+    decay = METHODS["aqewd"]
+    before = Pipeline(Setting("aqewd", 4), Setting("aqewd", 6))
+    after = f"{decay.dba_label} + {decay.label} + "
+    published: dict[str, Any] = {"kq": (10,), "kd": (50,), "gamma": (3.0,), "alpha": (0.99,)}
+    own: dict[str, Any] = {name: (each.default,) for name, each in Propagation.parameters().items()}
+    return (
+        graph_candidate("diffusion", "fixed", **published),
+        graph_candidate("diffusion", "fixed", f"{after}diffusion", before, **published),
+        graph_candidate("offline-diffusion", "fixed", **published, truncation=(1000,)),
+        graph_candidate(
+            "offline-diffusion", "fixed", f"{after}offline diffusion", before, **published, truncation=(1000,)
+        ),
+        graph_candidate("propagation", "fixed", **own),
+        graph_candidate("propagation", "fixed", f"propagation + {decay.label}", Pipeline(qe=before.qe), **own),
+    )
+
+
 def all_methods(model: str | None, others: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """The competitors and LAttQE with the numbers its training chose; the model that ships where none is named."""
     return (*others, as_trained(model_address(model)))
@@ -171,7 +195,12 @@ def photos_run(options: Options) -> Run:
     )
 
 
-def synthetic_run(folder: str, methods: tuple[Candidate, ...], world: SyntheticWorld | None = None) -> Run:
+def synthetic_run(
+    folder: str,
+    methods: tuple[Candidate, ...],
+    world: SyntheticWorld | None = None,
+    rivals: tuple[GraphCandidate, ...] = (),
+) -> Run:
     """Landmarks with few relevant images (like Oxford) and with many (like Paris), with and without distractors."""
     world = world or SyntheticWorld()
     base = f"{folder.rstrip('/')}/features"
@@ -186,7 +215,8 @@ def synthetic_run(folder: str, methods: tuple[Candidate, ...], world: SyntheticW
         datasets.append(Dataset(name, f"{base}/{name}", f"{base}/{name}-queries", f"{base}/gnd_{name}.json"))
     store_synthetic(world.split("distractors"), base, made)
     distractors = (Distractors("distractors", f"{base}/distractors"),)
-    return Run("Synthetic landmarks", tuple(datasets), methods, distractors, graph_methods=with_hops(methods))
+    on_graph = (*rivals, *with_hops(methods))
+    return Run("Synthetic landmarks", tuple(datasets), methods, distractors, graph_methods=on_graph)
 
 
 def revisited_run(options: Options) -> Run:
@@ -209,7 +239,7 @@ def revisited_run(options: Options) -> Run:
         datasets,
         methods,
         (Distractors("r1m", f"{data}/r1m"),) if there else (),
-        graph_methods=with_hops(methods),
+        graph_methods=(*fixed_rivals(), *with_hops(methods)),
         published=True,
         more_sweeps=PAPER_ALPHAS,
         regime_settings=PAPER_REGIMES,
@@ -247,7 +277,7 @@ PRESETS: dict[str, Preset] = {
     "synthetic": Preset(
         "synthetic landmarks, generated for the run",
         ("model",),
-        lambda options: synthetic_run(options.folder, all_methods(options.model, competitors())),
+        lambda options: synthetic_run(options.folder, all_methods(options.model, competitors()), rivals=fixed_rivals()),
     ),
     "density": Preset(
         "will it help my collection? Labelled sets cut to 1, 2, 4, 8, 16 and all relevant images",

@@ -13,13 +13,15 @@ from lattqe.benchmark.cells import Cell, Measured
 from lattqe.benchmark.choosing import (
     Lookup,
     Row,
-    cell_of,
     choose_rows,
+    column_name,
     mean_map,
+    mean_of,
     regime_setting,
     reported,
     sweep,
     sweep_lines,
+    tried_on,
 )
 from lattqe.benchmark.spec import Dataset, Pipeline, Run, Setting, describe_steps, is_learned
 from lattqe.datasets.revisited import published
@@ -39,7 +41,10 @@ def differences(run: Run, rows: Sequence[Row], lookup: Lookup) -> list[dict[str,
     ]
     found = []
     for before, after in pairs:
-        sides = [_by_queries(run, row, lookup) for row in (before, after)]
+        both = [each for each in run.columns() if all(lookup(row.cell(*each)).scores for row in (before, after))]
+        if not both:
+            continue
+        sides = [_by_queries(both, row, lookup) for row in (before, after)]
         content = paired_bootstrap(sides[0], sides[1], samples=run.bootstrap).to_dict()
         percent = {name: 100 * content[name] for name in ("difference", "low", "high")}
         found.append({"before": before.label, "after": after.label, "kind": after.kind, **content, **percent})
@@ -51,10 +56,10 @@ def _rivals(kind: str, ours: str) -> bool:
     return kind == ours or (kind == "graph" and ours == "dba+qe")
 
 
-def _by_queries(run: Run, row: Row, lookup: Lookup) -> list[list[Scores]]:
-    """All scores of a row, those over the same queries together, so that they are resampled alike."""
+def _by_queries(columns: Sequence[tuple[Dataset, str | None]], row: Row, lookup: Lookup) -> list[list[Scores]]:
+    """The scores of a row, those over the same queries together, so that they are resampled alike."""
     together: dict[str, list[Scores]] = {}
-    for dataset, distractors in run.columns():
+    for dataset, distractors in columns:
         together.setdefault(dataset.name, []).extend(reported(lookup(row.cell(dataset, distractors)).scores))
     return list(together.values())
 
@@ -166,7 +171,8 @@ def per_query(run: Run, rows: Sequence[Row], lookup: Lookup, ids: Callable[[str]
         names = ids(dataset.name)
         for number, one in enumerate(reported(lookup(rows[0].cell(dataset)).scores)):
             kept = np.flatnonzero(one.evaluated)
-            after = {row.label: reported(lookup(row.cell(dataset)).scores)[number].ap[kept] for row in rows[1:]}
+            measured = {row.label: reported(lookup(row.cell(dataset)).scores) for row in rows[1:]}
+            after = {label: scores[number].ap[kept] for label, scores in measured.items() if scores}
             tables.append(
                 {
                     "dataset": dataset.name,
@@ -199,21 +205,19 @@ class Source(Protocol):
         """Rows and queries of a data set."""
 
 
-def column_name(dataset: Dataset, distractors: str | None) -> str:
-    """'roxford5k' or 'roxford5k+r1m'."""
-    return dataset.name if distractors is None else f"{dataset.name}+{distractors}"
-
-
 def _percent(scores: Sequence[Scores]) -> dict[str, float]:
     return {one.setup: 100 * one.mean_ap for one in scores}
 
 
-def _mean(values: Mapping[str, Mapping[str, float]]) -> float:
-    return float(np.mean([value for setups in values.values() for value in setups.values()]))
+def _mean(values: Mapping[str, Mapping[str, float]]) -> float | None:
+    return mean_of([value for setups in values.values() for value in setups.values() or (None,)])
 
 
 def table3(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]]:
-    """Each row's mAP and mP@k for each column and setup, with their mean and the cells they come from."""
+    """Each row's mAP and mP@k for each column and setup, with their mean and the cells they come from.
+
+    A column that has too many rows for the row's method has no setups.
+    """
     lines = []
     for row in rows:
         cells = {column_name(*column): row.cell(*column) for column in run.columns()}
@@ -262,6 +266,8 @@ def cost(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]]:
         for column in run.columns():
             cell = row.cell(*column)
             measured = source.lookup(cell)
+            if not measured.scores:
+                continue
             lines.append(
                 {
                     "label": row.label,
@@ -284,8 +290,8 @@ def everything(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, 
     lines = []
     tested = run.datasets_of("test")
     for row in rows:
-        values = {dataset.name: tried_on(dataset, (row.pipeline,), source)[0] for dataset in tested}
-        best = {dataset.name: tried_on(dataset, row.tried, source) for dataset in tested}
+        values = {dataset.name: tried_on(dataset, (row.pipeline,), source.lookup)[0] for dataset in tested}
+        best = {dataset.name: tried_on(dataset, row.tried, source.lookup) for dataset in tested}
         lines.append(
             {
                 "kind": row.kind,
@@ -294,24 +300,15 @@ def everything(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, 
                 "choose": row.choose,
                 **describe_steps(row.pipeline),
                 "map": values,
-                "mean": float(np.mean(list(values.values()))),
+                "mean": mean_of(list(values.values())),
                 "tried": len(row.tried),
                 "tuned": {name: found[0] for name, found in best.items()},
-                "tuned_mean": float(np.mean([found[0] for found in best.values()])),
+                "tuned_mean": mean_of([found[0] for found in best.values()]),
                 "tuned_settings": {name: describe_steps(found[1]) for name, found in best.items()},
                 **_per_million(row, tested, source),
             }
         )
     return lines
-
-
-def tried_on(dataset: Dataset, pipelines: Sequence[Pipeline], source: Source) -> tuple[float, Pipeline]:
-    """The best of some pipelines on one set, mean over its setups in percent; the first of equals."""
-    found = [
-        (100 * float(np.mean([one.mean_ap for one in reported(source.lookup(cell_of(dataset, each)).scores)])), each)
-        for each in pipelines
-    ]
-    return max(found, key=lambda pair: pair[0])
 
 
 def _per_million(row: Row, tested: Sequence[Dataset], source: Source) -> dict[str, float]:
@@ -320,11 +317,14 @@ def _per_million(row: Row, tested: Sequence[Dataset], source: Source) -> dict[st
     for dataset in tested:
         cell = row.cell(dataset)
         seconds = source.lookup(cell).seconds
+        if not seconds:
+            continue
         sizes = source.sizes(dataset.name)
         rows, queries = rows + sizes[0], queries + sizes[1]
         making += (source.index_seconds(cell) or {}).get("augment", 0.0) + seconds.get("prepare", 0.0)
         asking += sum(seconds.get(name, 0.0) for name in ("search", "expand", "rank"))
-    return {"seconds_per_million_rows": 1e6 * making / rows, "milliseconds_per_query": 1e3 * asking / queries}
+    per_query = 1e3 * asking / max(queries, 1)
+    return {"seconds_per_million_rows": 1e6 * making / max(rows, 1), "milliseconds_per_query": per_query}
 
 
 def assemble(run: Run, source: Source, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -352,28 +352,23 @@ def assemble(run: Run, source: Source, facts: Mapping[str, Any]) -> dict[str, An
 def findings(table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The orderings of the paper's Table 3 as far as a run's rows can show them: `claim`, `holds`, `detail`.
 
-    All are about the mean over the table's columns.
+    All are about the mean over the table's columns, or over those that a rival was measured on.
     """
     by_kind: dict[str, list[Mapping[str, Any]]] = {"none": [], "qe": [], "dba+qe": [], "graph": []}
     for row in table:
         by_kind[row["kind"]].append(row)
-    plain, queries, both = by_kind["none"][0], by_kind["qe"], by_kind["dba+qe"]
+    plain, queries, both, graph = by_kind["none"][0], by_kind["qe"], by_kind["dba+qe"], by_kind["graph"]
     found = [_all("every query expansion is better than none", queries, lambda row: row["mean"] > plain["mean"])]
     found += _leads("LAttQE is the best query expansion", queries)
     alone = {row["method"]: row["mean"] for row in queries}
     if both:
-        found.append(
-            _all(
-                "every method gains by augmenting the database too",
-                both,
-                lambda row: row["mean"] > alone[row["method"]],
-            )
-        )
-        found += _leads("LAttDBA + LAttQE is the best of all", [*both, *queries])
-    if by_kind["graph"]:
+        gaining = "every method gains by augmenting the database too"
+        found.append(_all(gaining, both, lambda row: row["mean"] > alone[row["method"]]))
+        found += _leads("LAttDBA + LAttQE is the best of all", [*both, *queries, *graph])
+    if graph:
         found += _leads(
             "LAttDBA + LAttQE is better than diffusion and propagation",
-            [*(row for row in both if is_learned(row["method"])), *by_kind["graph"]],
+            [*(row for row in both if is_learned(row["method"])), *graph],
         )
     return found
 
@@ -384,11 +379,20 @@ def _all(claim: str, rows: Sequence[Mapping[str, Any]], test: Any) -> dict[str, 
 
 
 def _leads(claim: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Whether LAttQE's best row leads; nothing where there are no rivals, or it was not measured."""
+    """Whether the best learned row, hops or none, leads; nothing where there are no rivals, or it was not measured."""
     ours = [row for row in rows if is_learned(row["method"])]
-    rivals = [row for row in rows if not is_learned(row["method"])]
+    rivals = [row for row in rows if not is_learned(row["method"]) and any(row["map"].values())]
     if not ours or not rivals:
         return []
-    best, rival = ours[0], max(rivals, key=lambda row: row["mean"])
-    detail = f"{best['label']} {best['mean']:.1f}, {rival['label']} {rival['mean']:.1f}"
-    return [{"claim": claim, "holds": best["mean"] > rival["mean"], "detail": detail}]
+    best = max(ours, key=lambda row: row["mean"])
+    pairs = [(_mean_where(best, rival), _mean_where(rival, rival), rival) for rival in rivals]
+    own, theirs, rival = max(pairs, key=lambda pair: pair[1] - pair[0])
+    where = "" if all(rival["map"].values()) else ", on the columns that it was measured on"
+    detail = f"{best['label']} {own:.1f}, {rival['label']} {theirs:.1f}{where}"
+    return [{"claim": claim, "holds": own > theirs, "detail": detail}]
+
+
+def _mean_where(row: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """A row's mean over the columns that another was measured on."""
+    columns = [column for column, setups in other["map"].items() if setups]
+    return float(np.mean([value for column in columns for value in row["map"][column].values()]))

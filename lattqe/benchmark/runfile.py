@@ -325,7 +325,7 @@ def _graph_method(entry: Entry) -> GraphCandidate:
     tries = {
         key: entry.values(key, each.kind) if key in entry.content else (each.default,) for key, each in own.items()
     }
-    candidate = graph_candidate(name, choose, entry.text("label", GRAPH_METHODS[name].label), before, **tries)
+    candidate = graph_candidate(name, choose, entry.text("label", GRAPH_METHODS[name].label), before, False, **tries)
     if choose == "fixed" and len(candidate.pipelines) > 1:
         raise _not_fixed(entry, candidate.label)
     for each in candidate.pipelines:

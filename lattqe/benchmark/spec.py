@@ -152,18 +152,25 @@ GRAPH_METHODS: dict[str, type[Described]] = {**RANKERS, Propagation.name: Propag
 
 
 def graph_candidate(
-    method: str, choose: str, label: str = "", before: Pipeline | None = None, **tries: tuple[Any, ...]
+    method: str,
+    choose: str,
+    label: str = "",
+    before: Pipeline | None = None,
+    adapt: bool = False,
+    **tries: tuple[Any, ...],
 ) -> GraphCandidate:
     """A method on the whole graph, over the values given and those its class says are worth trying.
 
     before: what is done first. A ranker follows it; propagation takes the place of its augmentation.
+    adapt: rows, which nothing augmented before, are adapted to their collection first.
     """
     of: Any = GRAPH_METHODS[method]
     before = before or Pipeline()
     own = {name: tries.get(name, each.tries) for name, each in of.parameters().items()}
     first = next(iter(own))  # kq, k: what Setting calls k
+    space: Params = (("adapt", True),) if adapt else ()
     settings = [
-        Setting(method, k, params)
+        Setting(method, k, (*space, *params))
         for params in combinations({n: v for n, v in own.items() if n != first})
         for k in own[first]
     ]
@@ -177,7 +184,8 @@ def graph_candidate(
 def graph_method(setting: Setting) -> Any:
     """The ranker, or the propagation, of a setting."""
     of = GRAPH_METHODS[setting.method]
-    return of(**{next(iter(of.parameters())): setting.k, **dict(setting.params)})
+    own = {name: value for name, value in setting.params if name != "adapt"}  # the rows' matter, not the method's
+    return of(**{next(iter(of.parameters())): setting.k, **own})
 
 
 def describe_steps(pipeline: Pipeline) -> dict[str, Any]:
@@ -254,6 +262,21 @@ class Run:
             for dataset in self.datasets_of("test")
             for distractors in (None, *(each.name for each in self.distractors_of(dataset.name)))
         ]
+
+    def augmentations(self) -> list[Setting]:
+        """The settings of database rows whose weights come from a graph of neighbors."""
+        plain = [pair[0] for each in self.methods for params in each.variants() for pair in each.dba_settings(params)]
+        hopping = [each.dba for method in self.graph_methods for each in method.pipelines if each.dba is not None]
+        return [*plain, *(each for each in hopping if each.method not in GRAPH_METHODS)]
+
+    def models(self) -> list[str]:
+        """The addresses of all models, sorted."""
+        steps = [
+            step for method in self.graph_methods for each in method.pipelines for step in (each.dba, each.qe) if step
+        ]
+        found = {value for method in self.methods for value in method.params.get("model", ())}
+        found |= {each.model for each in self.ablations}
+        return sorted(found | {dict(step.params)["model"] for step in steps if "model" in dict(step.params)})
 
 
 def chosen_neighbors(model: str) -> dict[str, int]:

@@ -29,6 +29,7 @@ from lattqe.search import knn_graph, topk
 
 COLUMN_BYTES = 64 << 20  # of the columns of H that are held twice at once
 MOST_ROWS = 100_000  # graphs of more rows are not held in one process
+UNMEASURED = f"not measured: more than {MOST_ROWS:,} rows"  # what a report says of them
 TOLERANCE = 1e-6  # of the residual beside y; ranks no longer change far above it
 ITERATIONS = 1000  # of conjugate gradients: α = .99 takes about 100
 BLOCK_FLOATS = 1 << 22  # numbers of one dense block: 32 MiB each, of which conjugate gradients hold five

@@ -18,6 +18,7 @@ from lattqe.benchmark.cells import Inputs
 from lattqe.benchmark.spec import Dataset, describe_setting, is_learned
 from lattqe.evaluation.truth import Setup
 from lattqe.expansion import create
+from lattqe.expansion.diffusion import UNMEASURED
 from lattqe.expansion.rows import Found, expand_queries, nearest
 from lattqe.report.gallery import Card, Examples, Thumbnails, Tile, marks_of
 from lattqe.report.views import (
@@ -42,6 +43,8 @@ EXTREMES = 10  # largest gains, and as many losses
 RESULTS = 8  # of each list
 PICTURE_BYTES = 8_000_000
 DENSITY_TEMPLATE = Path(__file__).with_name("density.html")
+PAGES = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+PAGES.globals.update(describe=describe_setting, chosen=CHOSEN, is_learned=is_learned, unmeasured=UNMEASURED)
 HARMLESS = 0.3  # points of mAP that count as no loss
 
 
@@ -52,22 +55,16 @@ def render_page(
 
     figures: what `illustrations` gave, where they were drawn before.
     """
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
     table, paper = results["table3"], results["published"]
     columns = map_columns(table)
     one_setup = len({setup for _, setup in columns}) == 1
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    return PAGES.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         results=results,
         columns=columns,
         kinds=KINDS,
-        chosen=CHOSEN,
         figures=illustrations(results) if figures is None else figures,
-        describe=describe_setting,
-        is_learned=is_learned,
         everything=[
-            (title, sorted(results["everything"], key=lambda row: -row[mean]), values, mean)
+            (title, sorted(results["everything"], key=lambda row: -(row[mean] or 0)), values, mean)
             for title, values, mean in (
                 ("Everything, one setting each", "map", "mean"),
                 ("Everything, tuned for each set", "tuned", "tuned_mean"),
@@ -178,7 +175,7 @@ def best_expansion(results: Mapping[str, Any]) -> Mapping[str, Any]:
     """The row of Table 3 whose single queries are looked at: what is learned, then the best query expansion."""
     expanding = [row for row in results["table3"] if row["kind"] == "qe"]
     rows = expanding or [row for row in results["table3"] if row["kind"] != "none"]
-    return max(rows, key=lambda row: (is_learned(row["method"]), row["mean"]))
+    return max(rows, key=lambda row: (is_learned(row["method"]), row["mean"] or 0))
 
 
 def _extremes(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +183,7 @@ def _extremes(results: Mapping[str, Any]) -> dict[str, Any]:
     best = best_expansion(results)
     lines = []
     for table in results["per_query"]:
-        found = zip(table["ids"], table["positives"], table["before"], table["after"][best["label"]])
+        found = zip(table["ids"], table["positives"], table["before"], table["after"].get(best["label"], ()))
         ordered = sorted(found, key=lambda query: query[2] - query[3])
         ends = ordered if len(ordered) <= 2 * SHOWN_QUERIES else ordered[:SHOWN_QUERIES] + ordered[-SHOWN_QUERIES:]
         lines += [
@@ -216,7 +213,7 @@ def find_extremes(results: Mapping[str, Any], count: int = EXTREMES) -> tuple[li
             seen.add(table["dataset"])
             found += [
                 Extreme(table["dataset"], table["setup"], *line)
-                for line in zip(table["ids"], table["positives"], table["before"], table["after"][label])
+                for line in zip(table["ids"], table["positives"], table["before"], table["after"].get(label, ()))
             ]
     ordered = sorted(found, key=lambda each: each.before - each.after)
     gains = [each for each in ordered[:count] if each.after > each.before]
@@ -343,6 +340,8 @@ def density_text(results: Mapping[str, Any]) -> list[tuple[str, list[list[str]],
 
 
 def _value(line: Mapping[str, Any]) -> str:
+    if line["one"] is None:
+        return UNMEASURED
     one, tuned = f"{line['one']:.1f}", f"{line['tuned']:.1f}"
     return one if one == tuned else f"{one} ({tuned})"
 
@@ -361,7 +360,7 @@ def density_csv(results: Mapping[str, Any]) -> str:
                     cell["relevant"] or "all",
                     "yes" if cell["crowded"] else "no",
                     plain_cell(label),
-                    f"{value:.6f}",
+                    UNMEASURED if value is None else f"{value:.6f}",
                 ]
             )
     return out.getvalue()
@@ -382,9 +381,6 @@ def density_illustrations(results: Mapping[str, Any]) -> list[Illustration]:
 
 def render_density(results: Mapping[str, Any], figures: Sequence[Illustration] | None = None) -> str:
     """Make the page of a density benchmark; figures: what `density_illustrations` gave."""
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
     shown = [
         {
             "title": title,
@@ -392,9 +388,8 @@ def render_density(results: Mapping[str, Any], figures: Sequence[Illustration] |
             "verdict": figure.note,
             "figure": figure.panels[0],
             "names": [_group_name(group) for group in groups],
+            "intervals": max((group["intervals"] for group in groups), key=len),
         }
         for (title, groups), figure in zip(blocks(results), figures or density_illustrations(results), strict=True)
     ]
-    return environment.from_string(DENSITY_TEMPLATE.read_text(encoding="utf-8")).render(
-        results=results, blocks=shown, describe=describe_setting, chosen=CHOSEN, is_learned=is_learned
-    )
+    return PAGES.from_string(DENSITY_TEMPLATE.read_text(encoding="utf-8")).render(results=results, blocks=shown)

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from lattqe.benchmark.spec import GRAPH_METHODS, describe_setting, is_learned, setting_parts
 from lattqe.expansion import METHODS
+from lattqe.expansion.diffusion import UNMEASURED
 from lattqe.search.stored import GraphStatistics
 from lattqe.store.export import plain_cell
 
@@ -211,7 +212,8 @@ def density_gains(title: str, groups: Sequence[Mapping[str, Any]]) -> str:
                 continue
             ours = is_learned(line["method"])
             shade = next(shades) if ours else colour(line["method"])
-            values = [group["lines"][number]["one"] - none for group, none in zip(groups, plain)]
+            ones = [group["lines"][number]["one"] for group in groups]
+            values = [np.nan if one is None else one - none for one, none in zip(ones, plain)]
             dashes = "-" if line["kind"] == "qe" else "--" if line["kind"] == "dba+qe" else ":"
             axis.plot(
                 places,
@@ -241,7 +243,7 @@ def density_gains(title: str, groups: Sequence[Mapping[str, Any]]) -> str:
                     linewidth=0,
                 )
         best = [
-            max(other["tuned"] for other in group["lines"] if not is_learned(other["method"])) - none
+            max(other["tuned"] or 0 for other in group["lines"] if not is_learned(other["method"])) - none
             for group, none in zip(groups, plain)
         ]
         axis.plot(places, best, color=GREY, linewidth=1, marker="_", label="best other method, tuned for each set")
@@ -276,10 +278,15 @@ def graph_figure(statistics: GraphStatistics) -> str:
 class Value:
     """A number of a table; `best` where it is the largest of its kind and column; `paper` is the published one."""
 
-    number: float
+    number: float | None  # None: not measured, or a mean over what was not
     best: bool = False
     trace: str = ""  # where it comes from: the key of its cell
     paper: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The number as it is printed, or why there is none."""
+        return f"{self.number:.1f}" if self.number is not None else UNMEASURED if self.trace else "–"
 
 
 @dataclass(frozen=True)
@@ -302,13 +309,15 @@ def map_columns(table3: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 def map_lines(table3: Sequence[Mapping[str, Any]], published: Sequence[Mapping[str, Any]] = ()) -> list[Line]:
     """Table 3 with its mean as the last value; the best of each kind and column is marked, as printed."""
     columns = map_columns(table3)
-    numbers = [[row["map"][column][setup] for column, setup in columns] + [row["mean"]] for row in table3]
+    numbers = [[row["map"][column].get(setup) for column, setup in columns] + [row["mean"]] for row in table3]
     theirs = {(row["kind"], row["method"]): row for row in published}
     lines = []
     for row, own in zip(table3, numbers):
         rivals = [other for other, its in zip(numbers, table3) if its["kind"] == row["kind"]]
         best = [
-            len(rivals) > 1 and round(number, 1) >= max(round(rival[i], 1) for rival in rivals)
+            len(rivals) > 1
+            and number is not None
+            and round(number, 1) >= max(round(each[i] or 0, 1) for each in rivals)
             for i, number in enumerate(own)
         ]
         traces = [row["cells"][column] for column, _ in columns] + [""]
@@ -345,13 +354,14 @@ def to_csv(results: Mapping[str, Any]) -> str:
     writer.writerow(["kind", "label", "setting", "chosen", "dataset", "setup", "measure", "value", "cell"])
     for row in results["table3"]:
         start = [row["kind"], plain_cell(row["label"]), plain_cell(describe_setting(row)), CHOSEN[row["choose"]]]
-        for column, setups in row["map"].items():
-            for setup, value in setups.items():
-                named, cell = plain_cell(column), row["cells"][column]
-                writer.writerow([*start, named, setup, "mAP", f"{value:.6f}", cell])
-                for k, precision in row["precision"][column][setup].items():
-                    writer.writerow([*start, named, setup, f"mP@{k}", f"{precision:.6f}", cell])
-        writer.writerow([*start, "mean", "", "mAP", f"{row['mean']:.6f}", ""])
+        for column, setup in map_columns(results["table3"]):
+            named, cell = plain_cell(column), row["cells"][column]
+            value = row["map"][column].get(setup)
+            writer.writerow([*start, named, setup, "mAP", UNMEASURED if value is None else f"{value:.6f}", cell])
+            for k, precision in row["precision"][column].get(setup, {}).items():
+                writer.writerow([*start, named, setup, f"mP@{k}", f"{precision:.6f}", cell])
+        if row["mean"] is not None:
+            writer.writerow([*start, "mean", "", "mAP", f"{row['mean']:.6f}", ""])
     return out.getvalue()
 
 
@@ -378,13 +388,8 @@ def to_text(results: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
         text = [["mAP, * best", "none", *(line.label.replace(" + ", "+") for _, line in rows)]]
         for number, name in enumerate(names):
             values = [line.values[number] for _, line in rows]
-            text.append(
-                [
-                    name,
-                    f"{plain.values[number].number:.1f}",
-                    *(f"{value.number:.1f}{'*' if value.best else ' '}" for value in values),
-                ]
-            )
+            shown = [f"{value.text}{'*' if value.best else ' '}" for value in values]
+            text.append([name, plain.values[number].text, *shown])
         settings = [setting_parts(row) for row, _ in rows]
         for name in dict.fromkeys(name for parts in settings for name in parts):
             text.append([name, "", *(parts.get(name, "") for parts in settings)])

@@ -105,7 +105,34 @@ def test_every_method_is_measured_where_none_is_named(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output + repr(done.exception)
     lines = list(csv.reader((tmp_path / "results" / "results.csv").read_text().splitlines()))
     plain, graph = rivals()
+    assert {each.label for each in graph} >= {
+        "offline diffusion",
+        "ADBAwD + AQEwD + offline diffusion",
+        "diffusion, adapted",
+        "ADBAwD + AQEwD + diffusion, adapted",
+        "propagation + AQEwD, adapted",
+    }
     assert {line[4] for line in lines[1:]} >= {"no expansion", "LAttQE", *(each.label for each in (*plain, *graph))}
+
+
+def test_a_collection_of_too_many_rows_is_measured_without_what_cannot_take_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.benchmark.MOST_ROWS", 20)
+    database, queries = store(tmp_path, labelled("own"))
+    words = ["density", "--features", database, "--queries", queries, "--relevant", "1", "--relevant", "0"]
+    words += ["--only", "diffusion", "--only", "lattqe", "--to", str(tmp_path / "results")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    told = "not measured: more than 100,000 rows"
+    lines = list(csv.reader((tmp_path / "results" / "results.csv").read_text().splitlines()))
+    found = {(line[2], line[4]): line[5] for line in lines[1:]}
+    assert found["all", "diffusion"] == found["all", "diffusion, adapted"] == told
+    assert float(found["1", "diffusion"]) > 0
+    assert float(found["all", "LAttQE"]) > 0
+    page = (tmp_path / "results" / "report.html").read_text()
+    learned = sum(label.startswith("LAtt") for relevant, label in found if relevant == "all")
+    assert page.count(told) == 4 + learned, "four rows of diffusion, and the interval of each learned row over the best"
 
 
 def test_the_model_alone_is_compared_with_no_expansion(tmp_path: Path) -> None:

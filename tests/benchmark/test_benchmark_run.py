@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmark_sets import FIXED, small_run
+from benchmark_sets import FACTS, FIXED, fill, rows_of, small_run
 
 import lattqe
 from cluster.benchmark import Bench
@@ -18,10 +18,8 @@ from lattqe.benchmark.results import assemble
 from lattqe.benchmark.spec import Candidate, Dataset, GraphCandidate, Pipeline, Run, Setting, graph_candidate
 from lattqe.datasets.revisited import load_gnd
 from lattqe.errors import LattqeError
-from lattqe.evaluation import LabelTruth, evaluate, score_ranking
-from lattqe.expansion.diffusion import Diffusion, GraphRows, Propagation
-from lattqe.model import LAttQE, LAttQEConfig
-from lattqe.report import render_page, to_csv
+from lattqe.evaluation import LabelTruth, evaluate
+from lattqe.report import render_page
 from lattqe.search import FlatIndex
 from lattqe.search.index import SmallIndex
 from lattqe.search.stored import publish_graph
@@ -29,19 +27,6 @@ from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, open_place
 from lattqe.store.manifest import Manifest, canonical_json, checksum
 from lattqe.store.writer import stack_features
 from lattqe.whitening import whiten_features
-
-FACTS = {"inputs": {}, "run": {}, "warnings": [], "published": {}}
-
-
-def fill(bench: Bench) -> int:
-    """Complete a run; how many cells were measured."""
-    measured = 0
-    while cells := bench.cells_to_do():
-        done: list[Cell] = []
-        bench.fill(cells, done.append)
-        assert len(set(done)) == len(done) == len(cells)
-        measured += len(done)
-    return measured
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +39,6 @@ def bench(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     bench = Bench(run, str(tmp_path_factory.mktemp("run")))
     assert fill(bench) > 20
     return bench
-
-
-def rows_of(bench: Bench, dataset: str, distractors: bool) -> np.ndarray:
-    sets = [bench.inputs[dataset].database]
-    if distractors:
-        sets.append(bench.distractors[dataset, "distractors"])
-    return np.concatenate([each.read() for each in sets])
 
 
 @pytest.mark.parametrize(
@@ -158,54 +136,6 @@ def test_an_edited_cell_is_measured_again(bench: Bench, run: Run, change) -> Non
     assert _numbers(again, cell) == _numbers(bench, cell)
 
 
-RIVALS = (
-    graph_candidate("diffusion", "test", kq=(5,), kd=(10,), gamma=(3.0,), alpha=(0.9, 0.99)),
-    graph_candidate(
-        "offline-diffusion",
-        "fixed",
-        "ADBA + AQE + offline",
-        Pipeline(Setting("aqe", 4), Setting("aqe", 4)),
-        kq=(5,),
-        kd=(10,),
-        gamma=(3.0,),
-        alpha=(0.9,),
-        truncation=(50,),
-    ),
-    graph_candidate("propagation", "fixed", "propagation + AQE", Pipeline(qe=Setting("aqe", 4)), k=(5,), hops=(2,)),
-)
-
-
-def test_rivals_on_the_graph_are_rows_like_all_others(run: Run, tmp_path: Path) -> None:
-    chosen = dataclasses.replace(run, datasets=run.datasets[:1], graph_methods=RIVALS, methods=FIXED[:1])
-    bench = Bench(chosen, str(tmp_path))
-    fill(bench)
-    assert Bench(chosen, str(tmp_path)).cells_to_do() == []
-    results = assemble(chosen, bench, FACTS)
-    assert [row["label"] for row in results["table3"] if row["kind"] == "graph"] == [
-        "diffusion",
-        "ADBA + AQE + offline",
-        "propagation + AQE",
-    ]
-    truth = load_gnd(run.datasets[0].truth).truth
-    xb, xq = rows_of(bench, "oxford", True), FeatureSet.open(run.datasets[0].queries).read()
-    row = next(row for row in results["table3"] if row["label"] == "diffusion")
-    ranker = Diffusion(kq=5, kd=10, gamma=3.0, alpha=row["rank"]["alpha"])
-    ranking = np.concatenate(list(ranker.rankings(GraphRows(xb), xq)))
-    expected = score_ranking(ranking, truth)["hard"].mean_ap
-    assert row["map"]["oxford+distractors"]["hard"] == pytest.approx(100 * expected, abs=1e-9)
-    row = next(row for row in results["table3"] if row["label"] == "propagation + AQE")
-    flowed = Propagation(k=5, hops=2).augment(GraphRows(xb))
-    expected = evaluate(FlatIndex(flowed), lattqe.expand(xq, flowed, method="aqe", k=4), truth)["hard"].mean_ap
-    assert row["map"]["oxford+distractors"]["hard"] == pytest.approx(100 * expected, abs=1e-6)
-    for row in results["everything"]:
-        assert row["tuned_mean"] >= row["mean"] - 1e-9
-        assert (row["seconds_per_million_rows"] > 0) == (row["kind"] in ("dba+qe", "graph"))
-    assert next(row for row in results["everything"] if row["label"] == "diffusion")["tried"] == 2
-    page, text = render_page(results), to_csv(results)
-    assert "Everything, tuned for each set" in page
-    assert "kq 5, α" in text
-
-
 def test_hops_of_a_method_are_a_row_and_have_no_limit_of_rows(run: Run, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("cluster.benchmark.MOST_ROWS", 500)
     pipeline = Pipeline(Setting("alphaqe", 5, (("hops", 3),)), Setting("aqe", 4))
@@ -220,18 +150,6 @@ def test_hops_of_a_method_are_a_row_and_have_no_limit_of_rows(run: Run, tmp_path
     truth = load_gnd(run.datasets[0].truth).truth
     expected = evaluate(FlatIndex(flowed), lattqe.expand(xq, flowed, method="aqe", k=4), truth)["hard"].mean_ap
     assert row["map"]["oxford+distractors"]["hard"] == pytest.approx(100 * expected, abs=1e-6)
-
-
-def test_what_cannot_run_is_refused_before_anything_is_measured(run: Run, tmp_path: Path, monkeypatch) -> None:
-    import cluster.benchmark
-
-    monkeypatch.setattr(cluster.benchmark, "MOST_ROWS", 500)
-    with pytest.raises(LattqeError, match=r"oxford has 6\d\d rows with its distractors, but diffusion works in one"):
-        Bench(dataclasses.replace(run, graph_methods=RIVALS), str(tmp_path))
-    LAttQE(LAttQEConfig(dim=16, heads=2, layers=1, max_k=8)).save(str(tmp_path / "model"))
-    learned = Candidate("lattqe", "LAttQE", "fixed", (4,), params={"model": (str(tmp_path / "model"),)})
-    with pytest.raises(LattqeError, match=r"model .* does not fit the data set oxford.*"):
-        Bench(dataclasses.replace(run, methods=(learned,)), str(tmp_path))
 
 
 def test_queries_that_are_rows_never_find_themselves(tmp_path: Path) -> None:
