@@ -17,8 +17,14 @@ norms            A center is scaled to the norm of its donor's mean, which says 
 similarities     KIN was set by looking at first neighbors: their similarities, and how many are of the same class, for
                  distractors among as many distractors as there are real rows, and for real rows among themselves.
                  `compare` measures both again and `figure` draws them.
+
+    python -m benchmarks.distractors --data PHOTOS --to distractors.svg
+
+draws as many distractors as there are rows in the test databases, compares both, and writes the figure.
 """
 
+import argparse
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +37,7 @@ from lattqe.datasets.labelled import PHOTO_SETS, load_photos
 FAMILY, KIN = 32, 0.8  # FAMILY: at most the classes of the smallest train split
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 SAMPLE = 2000  # rows whose first neighbors are compared
+DRAWN = "drawn"  # where `compare` keeps what only `figure` needs
 
 
 @dataclass(frozen=True)
@@ -107,33 +114,72 @@ def compare(real: tuple[np.ndarray, np.ndarray], drawn: tuple[np.ndarray, np.nda
     found: dict[str, Any] = {}
     for name, (x, labels) in (("real rows", real), ("distractors", tuple(each[: len(real[0])] for each in drawn))):
         similarity, same = first_neighbors(x, labels)
-        tightness = [np.linalg.norm(x[labels == label].mean(0)) for label in np.unique(labels)]
+        classes, sizes = np.unique(labels, return_counts=True)
+        tightness = [float(np.linalg.norm(x[labels == label].mean(0))) for label in classes]
         found[name] = {
             "rows": len(x),
             "classes": len(tightness),
             "first neighbor's similarity": np.quantile(similarity, QUANTILES).round(3).tolist(),
             "first neighbor of the same class": round(same, 3),
             "norm of class means": np.quantile(tightness, QUANTILES).round(3).tolist(),
-            "similarities": similarity,
+            DRAWN: {"similarity": similarity, "norm": tightness, "size": sizes},
         }
     return found
 
 
 def figure(compared: dict[str, Any], path: Path) -> None:
-    """Draw the first neighbors' similarities of real rows and distractors over each other, as SVG."""
+    """Draw real rows and distractors over each other, as SVG: first neighbors, norms of class means, sizes of classes.
+
+    The norm of a class's mean says how tight the class is: 1 where all of its rows are the same.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    panels = (
+        ("similarity", "similarity of the first neighbor", np.linspace(0.3, 1, 71)),
+        ("norm", "norm of a class's mean", np.linspace(0.3, 1, 36)),
+        ("size", "rows of a class", np.linspace(0, 120, 41)),
+    )
     with plt.rc_context({"svg.hashsalt": "lattqe", "svg.fonttype": "none", "figure.constrained_layout.use": True}):
-        drawing, axes = plt.subplots(figsize=(5.6, 3.4))
-        for (name, one), colour in zip(compared.items(), ("#0072b2", "#d55e00")):
-            share = f"{name} (first neighbor of the same class: {one['first neighbor of the same class']:.0%})"
-            axes.hist(
-                one["similarities"], np.linspace(0.3, 1, 71), density=True, histtype="step", color=colour, label=share
-            )
-        axes.set(xlabel="similarity of the first neighbor", ylabel="density")
-        axes.legend(loc="upper left", fontsize=8, frameon=False)
+        drawing, axes = plt.subplots(1, len(panels), figsize=(11, 3.2))
+        for axis, (values, title, bins) in zip(axes, panels):
+            for (name, one), colour in zip(compared.items(), ("#0072b2", "#d55e00")):
+                shown = np.clip(one[DRAWN][values], bins[0], bins[-1])  # the few beyond stand in the last bin
+                axis.hist(shown, bins, density=True, histtype="step", color=colour, label=name)
+            axis.set(xlabel=title, ylabel="density")
+        shares = [f"{one['first neighbor of the same class']:.0%} of {name}" for name, one in compared.items()]
+        axes[0].set_title("of the same class: " + ", ".join(shares), fontsize=8)
+        axes[1].set_title(
+            ", ".join(f"{one['classes']} classes of {name}" for name, one in compared.items()), fontsize=8
+        )
+        axes[0].legend(loc="upper left", fontsize=8, frameon=False)
         drawing.savefig(path, format="svg", metadata={"Date": None})
         plt.close(drawing)
+
+
+def without_drawn(compared: dict[str, Any]) -> dict[str, Any]:
+    """What can be printed of a comparison."""
+    return {name: {key: value for key, value in one.items() if key != DRAWN} for name, one in compared.items()}
+
+
+def main() -> None:
+    """Compare distractors with the photographs, and draw both."""
+    parser = argparse.ArgumentParser(description="Distractors beside the photographs that they are drawn like.")
+    parser.add_argument("--data", type=Path, required=True, help="Folder of the photographs' descriptors.")
+    parser.add_argument("--columns", type=int, default=128)
+    parser.add_argument("--to", type=Path, required=True, help="The figure, an SVG.")
+    given = parser.parse_args()
+    splits = [load_photos(name, "test", given.data, columns=given.columns) for name in PHOTO_SETS]
+    labels = np.concatenate([each.labels for each in splits])
+    rows = np.concatenate([each.xb for each in splits])
+    blocks = list(draw(donors(given.data, given.columns), len(rows)))
+    drawn = (np.concatenate([block for block, _ in blocks]), np.concatenate([numbers for _, numbers in blocks]))
+    compared = compare((rows, labels), drawn)
+    figure(compared, given.to)
+    print(json.dumps(without_drawn(compared)))
+
+
+if __name__ == "__main__":
+    main()

@@ -92,8 +92,7 @@ def write_inputs(folder: Path, data: Path, rows: int) -> dict[str, Any]:
         (folder / f"{name}-ids.txt").write_text("".join(f"{each}\n" for each in ids))
     found = distractors.compare((xb, labels), (drawn[: len(xb)].astype(np.float32), classes[: len(xb)]))
     distractors.figure(found, folder.parent / "distractors.svg")
-    for each in found.values():
-        del each["similarities"]
+    found = distractors.without_drawn(found)
     compared.write_text(json.dumps(found, indent=1))
     return found
 

@@ -11,6 +11,7 @@ import pytest
 from benchmark_sets import FACTS, FIXED, fill, rows_of, small_run
 
 import lattqe
+from benchmarks.rivals import clusters, measured, parts
 from cluster.benchmark import Bench
 from lattqe.benchmark.presets import Options, preset_run
 from lattqe.benchmark.results import assemble, findings
@@ -239,3 +240,19 @@ def test_what_cannot_run_is_refused_before_anything_is_measured(run: Run, tmp_pa
     learned = Candidate("lattqe", "LAttQE", "fixed", (4,), params={"model": (str(tmp_path / "model"),)})
     with pytest.raises(LattqeError, match=r"model .* does not fit the data set oxford.*"):
         Bench(dataclasses.replace(run, methods=(learned,)), str(tmp_path))
+
+
+def test_the_benchmark_of_the_rivals_measures_every_part() -> None:
+    x, xq = clusters(200, 5, 16, seed=0)
+    np.testing.assert_allclose(np.linalg.norm(np.concatenate([x, xq]), axis=1), 1, atol=1e-5)
+    found = json.loads(json.dumps([measured(part, work) for part, work in parts(x, xq)]))
+    assert [each["part"] for each in found] == [
+        "graph, 20 neighbors",
+        "propagation of all rows, 8 hops",
+        "diffusion: affinities",
+        "diffusion of 5 queries",
+        "graph, 1,000 neighbors",
+        "offline diffusion: flows of all rows",
+        "offline diffusion of 5 queries",
+    ]
+    assert all(each["cpu_seconds"] >= 0 and each["peak_bytes"] > 0 for each in found)

@@ -1,5 +1,6 @@
 """The benchmark of a million rows: its options, its distractors, and how it counts; the run itself takes too long."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ def test_kills_are_drawn_by_the_seed():
     assert all(stage in ("neighbors", "augment", "benchmark") and 0 < share < 1 for stage, share in drawn_kills(50, 0))
 
 
-def test_distractors_look_like_the_photographs(photos_folder: Path, sets: list[distractors.Donors]):
+def test_distractors_look_like_the_photographs(photos_folder: Path, sets: list[distractors.Donors], tmp_path: Path):
     splits = [load_photos(name, "test", photos_folder, columns=128) for name in PHOTO_SETS]
     real = (np.concatenate([each.xb for each in splits]), np.concatenate([each.labels for each in splits]))
     blocks = list(distractors.draw(sets, len(real[0])))
@@ -42,6 +43,13 @@ def test_distractors_look_like_the_photographs(photos_folder: Path, sets: list[d
         ("norm of class means", 0.11),
     ):
         np.testing.assert_allclose(compared["distractors"][name], compared["real rows"][name], atol=tolerance)
+    assert json.loads(json.dumps(distractors.without_drawn(compared)))["real rows"]["rows"] == len(real[0])
+    distractors.figure(compared, tmp_path / "distractors.svg")
+    drawing = (tmp_path / "distractors.svg").read_text()
+    assert len(drawing) < 100_000
+    for panel in ("similarity of the first neighbor", "norm of a class's mean", "rows of a class"):
+        assert panel in drawing
+    assert drawing.count("real rows") >= 2
 
 
 def test_a_class_is_a_function_of_its_number_and_keeps_its_donors_shape(sets: list[distractors.Donors]):
