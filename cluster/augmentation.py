@@ -30,7 +30,9 @@ from lattqe.augmentation.bands import rows_of as hop_rows
 from lattqe.augmentation.index import Item, items_to_do, rows_of, worker_class
 from lattqe.augmentation.recipe import HopTask
 from lattqe.cost.augment import WorkerMemory, augmentation_memory, hop_buffers, weighing_of
-from lattqe.cost.work import Stored
+from lattqe.cost.plans import Rows
+from lattqe.cost.stages import adapting_memory
+from lattqe.cost.work import Stored, held_bytes
 from lattqe.errors import LattqeError
 from lattqe.expansion import Method
 from lattqe.search.exact import merge, published
@@ -207,11 +209,11 @@ def hop_workers(device: str = "cpu") -> int:
 def predict_hop_memory(task: HopTask, process: int) -> int:
     """Bytes of a worker, mapped files included, in a process that already has that many before it starts."""
     features, edges = FeatureSet.open(task.features), Edges.open(task.edges)
-    cut = task.cut(features.rows, features.dim)
+    cut, kept = task.cut(features.rows, features.dim), task.cache is not None
     files = 0
-    for stored in (features, edges):
-        size = stored.manifest.total_bytes
-        files += size if stored.place.is_local or task.cache is not None else min(size, RESIDENT_BYTES)
+    for local in (True, False):
+        there = [Stored.of(each.manifest) for each in (features, edges) if (each.place.is_local or kept) == local]
+        files += sum(each.bytes for each in there) if local else held_bytes(there)
     part = max(part.rows for part in features.manifest.parts)
     return process + files + hop_buffers(features.rows, features.dim, edges.k, cut.band_sizes, cut.group_sizes, part)
 
@@ -327,24 +329,35 @@ def adapted_rows(
     *,
     workers: int | None = None,
     cache: str | None = None,
-) -> FeatureSet:
-    """As `lattqe.augmentation.adapted_rows` does in this process, with the same bytes."""
+) -> tuple[FeatureSet, dict[str, int]]:
+    """As `lattqe.augmentation.adapted_rows` does in this process, with the same bytes; and the memory of the largest
+    worker, predicted and real, mapped files included.
+    """
     whitening, adapted = (f"{to.rstrip('/')}/{each}" for each in (ADAPTATION, ADAPTED))
     with ShardedIndex(original.uri, workers, cache=cache) as index:
         adapt(original, index, to)
+        peak, shards = index.memory(0, 0)["peak_worker_bytes"], index.shards
+    rows, fetched = Rows.of(original), cache is None and not original.place.is_local
+    predicted = sum(adapting_memory(rows.stored, rows.rewritten().stored, original.dim, shards, fetched))
     pending = begin_whitened(original, whitening, adapted)
     check_parts(pending)
     actors = ray.remote(num_cpus=1)(WhitenWorker).options(scheduling_strategy="SPREAD")
     on_rows(sum(pending.part_rows) - sum(pending.part_rows[part] for part in pending.missing()))
+
+    def on_done(part: int, result: dict[str, Any]) -> None:
+        nonlocal peak
+        peak = max(peak, result["peak_bytes"])
+        on_rows(pending.part_rows[part])
+
     run_blocks(
         lambda _: actors.remote(original.uri, whitening, adapted, cache),
         workers or hop_workers(),
         pending.missing(),
-        on_done=lambda part, result: on_rows(pending.part_rows[part]),
+        on_done=on_done,
         work=Tally("adapt", lambda part: pending.part_rows[part], traffic=itemgetter("traffic")),
     )
     pending.finish()
-    return FeatureSet.open(adapted)
+    return FeatureSet.open(adapted), {"predicted_worker_bytes": predicted, "peak_worker_bytes": peak}
 
 
 def worker_resources() -> dict[str, float]:

@@ -8,8 +8,7 @@ distractors alone is computed once for all data sets; an augmentation is removed
 """
 
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -20,19 +19,30 @@ from cluster import augmentation as on_ray
 from cluster.graph import build_graph, prepare_graph
 from cluster.shards import ShardedIndex
 from lattqe.augmentation import Augmentation, adaptation_for, adapted_rows, begin_index, build_index
-from lattqe.benchmark.cells import ADAPTED, NOT_MEASURED, Cell, Inputs, Measured, finished_graphs, measure, method_of
-from lattqe.benchmark.choosing import missing_cells
+from lattqe.benchmark.cells import (
+    ADAPTED,
+    NOT_MEASURED,
+    Cell,
+    Inputs,
+    Measured,
+    deepest,
+    finished_graphs,
+    measure,
+    method_of,
+)
+from lattqe.benchmark.choosing import missing_cells, rows_key, unplanned
 from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting, graph_method
 from lattqe.cost import Work, plans
 from lattqe.cost.augment import weighing_of
 from lattqe.cost.plans import Setting as Where
-from lattqe.cost.stages import measuring, summed
-from lattqe.cost.work import Stored
+from lattqe.cost.work import Stored, summed
+from lattqe.device import resident_bytes
 from lattqe.errors import LattqeError
-from lattqe.expansion import METHODS
+from lattqe.expansion import METHODS, create
 from lattqe.expansion.diffusion import MOST_ROWS, GraphRows
 from lattqe.search import FlatIndex, Index
 from lattqe.search.index import SmallIndex
+from lattqe.search.rows import Clock
 from lattqe.search.stored import GraphTask, begin_graph, check_sets, publish_graph
 from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, open_place, read_manifest
 from lattqe.store.manifest import canonical_json
@@ -126,7 +136,7 @@ class Bench:
         return self._known[key]
 
     def index_seconds(self, cell: Cell) -> dict[str, float] | None:
-        """What graph and augmentation of the cell's database took, if it has any."""
+        """What adaptation, graph and augmentation of the cell's database took, as far as it has them."""
         return None if cell.dba is None else self.indexes.seconds(self._index_key(cell))
 
     def query_ids(self, dataset: str) -> list[str]:
@@ -177,6 +187,8 @@ class Bench:
             if (space := adaptation_for(rows, opened.queries)) is not None:
                 xq = space.apply(xq)
             measure(index, xq, opened.truth, list(by_pipeline), publish, opened.exclude)
+            if isinstance(index, ShardedIndex):
+                self.indexes.note_memory("search", index.memory(len(xq), deepest(by_pipeline)))
 
     def _index(self, cell: Cell) -> AbstractContextManager[tuple[Index, FeatureSet]]:
         """The index that a cell's queries search, and a set of its rows, whose space they must be in."""
@@ -194,11 +206,6 @@ class Bench:
         return max((method_of(each, dba=True).depth(each.k) for each in self.run.augmentations()), default=1)
 
 
-def rows_key(sets: Sequence[FeatureSet], dba: Setting) -> tuple[str, ...]:
-    """What `finished_graphs` calls the graph of some sets, one after the other, in the space of an augmentation."""
-    return (ADAPTED,) * bool(dict(dba.params).get("adapt")) + tuple(each.digest for each in sets)
-
-
 class Indexes:
     """Opens the index of some rows for as long as its cells are being measured.
 
@@ -214,7 +221,9 @@ class Indexes:
         known: dict[tuple[str, ...], NeighborGraph],
     ) -> None:
         self.folder, self.models, self.workers, self.shards, self.known = folder, models, workers, shards, known
+        self.process = resident_bytes()  # as a worker is that holds no data
         self.tell: Callable[[str], None] = lambda note: None
+        self.memory: dict[str, dict[str, int]] = {}  # of the largest worker of each stage that ran on Ray
         self.costs = open_place(f"{folder}/costs")
 
     @contextmanager
@@ -242,24 +251,24 @@ class Indexes:
             with self.adapted(key, sets) if in_space else nullcontext((None, sets[0])) as (_, rows):
                 yield self._propagated(key, [rows] if in_space else sets, dba), rows
             return
-        started = time.perf_counter()
+        clock = Clock()
         k = max(min(graph_k, sum(each.rows for each in sets) - 1), 1)  # a single row has none, a list needs an entry
         to = f"{self.folder}/indexes/{key}-{k}"
         graph = self.known.get(rows_key(sets, dba))
-        if graph is not None and rows_key(sets, dba)[0] == ADAPTED:
+        if graph is not None and in_space:
             features = FeatureSet.open(graph.manifest.inputs["features"]["uri"])
         else:
-            features = self._joined(sets)
+            with clock("graph"):
+                features = self._joined(sets)
             if in_space:
-                features = self._adapted(features, to)
-                graph = self._graph([features], features, k)
-            elif graph is None:
-                graph = self._graph(sets, features, k)
-        found = time.perf_counter()
-        self._augment(features, graph, dba, to)
-        if not self.costs.exists(f"{key}.json"):
-            seconds = {"graph": found - started, "augment": time.perf_counter() - found}
-            self.costs.write(f"{key}.json", canonical_json(seconds))
+                with clock("adapt"):
+                    features = self._adapted(features, to)
+            if graph is None:
+                with clock("graph"):
+                    graph = self._graph([features] if in_space else sets, features, k)
+        with clock("augment"):
+            self._augment(features, graph, dba, to)
+        self._note_seconds(key, clock)
         with self._open([to]) as index:
             yield index, FeatureSet.open(to)
         open_place(to).delete_tree()
@@ -273,25 +282,33 @@ class Indexes:
     def _adapted(self, features: FeatureSet, to: str) -> FeatureSet:
         """The rows adapted to their collection, as `lattqe augment` adapts those of an index."""
         self.tell(f"{features.rows:,} rows are adapted to their collection")
-        if self._here(features.rows):
+        if runs_here(features.rows, self.workers):
             return adapted_rows(features, to, lambda rows: None)
-        return on_ray.adapted_rows(features, to, lambda rows: None, workers=self.workers)
+        made, memory = on_ray.adapted_rows(features, to, lambda rows: None, workers=self.workers)
+        self.note_memory("adaptation", memory)
+        return made
 
     def _propagated(self, key: str, sets: list[FeatureSet], dba: Setting) -> Index:
         """The rows after a method that needs the whole graph at once, in this process."""
         self.tell(f"{dba.method} over {sum(each.rows for each in sets):,} rows")
-        started = time.perf_counter()
-        rows = GraphRows(np.concatenate([each.read() for each in sets]))
-        rows.lists(dba.k)
-        found = time.perf_counter()
-        xb = graph_method(dba).augment(rows)
-        if not self.costs.exists(f"{key}.json"):
-            seconds = {"graph": found - started, "augment": time.perf_counter() - found}
-            self.costs.write(f"{key}.json", canonical_json(seconds))
+        clock = Clock()
+        with clock("graph"):
+            rows = GraphRows(np.concatenate([each.read() for each in sets]))
+            rows.lists(dba.k)
+        with clock("augment"):
+            xb = graph_method(dba).augment(rows)
+        self._note_seconds(key, clock)
         return SmallIndex(xb) if len(xb) <= ROWS_HERE else FlatIndex(xb)
 
+    def _note_seconds(self, key: str, clock: Clock) -> None:
+        """Keep what an index took, unless an earlier run did."""
+        if not self.costs.exists(f"{key}.json"):
+            self.costs.write(f"{key}.json", canonical_json({"graph": 0.0, **clock.seconds}))
+
     def seconds(self, key: str) -> dict[str, float] | None:
-        """What graph and augmentation took; the graph counts for the cell that needed it first."""
+        """What graph, augmentation and, where there is one, adaptation took; the graph counts for the cell that needed
+        it first.
+        """
         return json.loads(self.costs.read(f"{key}.json")) if self.costs.exists(f"{key}.json") else None
 
     @contextmanager
@@ -304,8 +321,10 @@ class Indexes:
         with ShardedIndex(uris, self.shards) as index:
             yield index
 
-    def _here(self, rows: int) -> bool:
-        return runs_here(rows, self.workers)
+    def note_memory(self, stage: str, found: dict[str, int]) -> None:
+        """Keep the predicted and the real bytes of a stage's workers where they are the largest so far."""
+        known = self.memory.get(stage, {})
+        self.memory[stage] = {name: max(size, known.get(name, 0)) for name, size in found.items()}
 
     def _graph(self, sets: list[FeatureSet], features: FeatureSet, k: int) -> NeighborGraph:
         """Compute the graph of all rows; on Ray that of the distractors once, unless it is there, and the database is
@@ -314,7 +333,7 @@ class Indexes:
         database, distractors = sets[0], sets[1] if len(sets) > 1 else None
         to = f"{self.folder}/graphs/{features.digest[:16]}-{k}"
         self.tell(f"graph of {features.rows:,} rows")
-        if self._here(features.rows):
+        if runs_here(features.rows, self.workers):
             return publish_graph(features, k, to)
         if distractors is None or distractors.rows <= k:
             return self._graph_on_ray(GraphTask(features.uri, to, k))
@@ -337,7 +356,9 @@ class Indexes:
                 done += products
                 self.tell(f"graph of {plan.rows:,} rows, {100 * done / plan.products:.0f} %")
 
-            build_graph(task, advance, plan=plan, pending=pending)
+            peak = build_graph(task, advance, plan=plan, pending=pending).peak_bytes
+            predicted = plan.work.worker_bytes + plan.work.mapped
+            self.note_memory("graph", {"predicted_worker_bytes": predicted, "peak_worker_bytes": peak})
         pending.finish()
         return NeighborGraph.open(task.to)
 
@@ -363,31 +384,45 @@ class Indexes:
             self.tell(f"{what} {done:,} of {every:,} rows")
 
         advance(0)
-        if self._here(total):
+        if runs_here(total, self.workers):
             build_index(task, advance)
         else:
-            on_ray.build_index(task, advance, workers=self.workers, pending=pending)
+            predicted = self._predicted(task)
+            peak = on_ray.build_index(task, advance, workers=self.workers, pending=pending).peak_bytes
+            stage = "hops" if task.hopping else "augmentation"
+            self.note_memory(stage, {"predicted_worker_bytes": predicted, "peak_worker_bytes": peak})
         pending.finish()
+
+    def _predicted(self, task: Augmentation) -> int:
+        """Bytes of a worker of an augmentation or of its hops, mapped files included."""
+        if task.hopping:
+            return on_ray.predict_hop_memory(task.hop_task(), self.process)
+        features, graph = FeatureSet.open(task.features), NeighborGraph.open(task.graph)
+        method, reach = create(task.method, **task.params), on_ray.choose_reach("auto", features, task.cache)
+        return on_ray.predict_memory(task, features, graph, method, reach, self.process).total
 
 
 def plan_cells(bench: Bench, where: Where) -> list[Work]:
     """What the cells take that are needed next; which ones come after them is chosen by what they measure."""
     made, searches, known, cells = [], [], set(), bench.cells_to_do()
     for (dataset, distractors, dba, _), group in bench.groups(cells).items():
-        rows, asked = sum(each.rows for each in bench.sets_of(dataset, distractors)), bench.inputs[dataset].queries
-        here = replace(where, here=where.here and runs_here(rows, bench.indexes.workers))
-        searches.append(measuring(rows, asked.rows, asked.dim, len(group), here.machines))
+        sets, queries = bench.sets_of(dataset, distractors), bench.inputs[dataset].queries
+        rows, asked = sum(each.rows for each in sets), plans.Rows.of(queries)
+        searched = where.at(bench.indexes.shards is None and runs_here(rows))
+        depth = deepest(cell.pipeline for cell in group)
+        searches.append(plans.cells([plans.Rows.of(each) for each in sets], asked, len(group), searched, depth))
         if dba is None or dba.method in GRAPH_METHODS:
             continue
-        joined = plans.Rows.sized(rows, asked.dim, asked.dtype)
+        joined = replace(plans.Rows.sized(rows, asked.dim, queries.dtype), remote=not bench.place.is_local)
         weighs = weighing_of(method_of(dba, dba=True), dba.k, asked.dim, rows)
         adapted = bool(dict(dba.params).get("adapt"))
-        there = bench.known_graph(dataset, distractors, dba) is not None
-        there |= not adapted and (dataset, distractors) in known  # all methods share one graph, but for adapted rows
-        graph = Stored.kind("neighbors", rows, k=weighs.depth) if there else None
-        hops = dict(dba.params).get("hops", 1)
-        made += plans.augment(joined, weighs, hops, here, graph=graph, adapt=adapted and not there)
+        given = bench.known_graph(dataset, distractors, dba) is not None
+        given |= not adapted and (dataset, distractors) in known  # all methods share one graph, but for adapted rows
+        graph = Stored.kind("neighbors", rows, k=weighs.depth) if given else None
+        there, hops = where.at(runs_here(rows, bench.indexes.workers)), dict(dba.params).get("hops", 1)
+        made += plans.augment(joined, weighs, hops, there, graph=graph, adapt=adapted and not given)
         known |= set() if adapted else {(dataset, distractors)}
-    names = list(dict.fromkeys(work.stage for work in made))
+    names = dict.fromkeys(work.stage for work in made)
     works = [summed(name, [work for work in made if work.stage == name]) for name in names]
-    return [*works, summed("cells", searches, cells=f"{len(cells):,} now; what they measure chooses more")]
+    facts = {"cells": f"{len(cells):,} now; what they measure chooses more", **unplanned(cells)}
+    return [*works, summed("cells", searches, **facts)]

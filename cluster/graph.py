@@ -40,7 +40,7 @@ from cluster.graph_worker import (
 from cluster.monitor import Tally
 from cluster.session import connected_machines, gpus_available, require_resources
 from lattqe.cost.graph import Cut
-from lattqe.cost.rows import COSTS, graph_on_ray
+from lattqe.cost.rows import COSTS, clusters_memory, graph_on_ray
 from lattqe.cost.work import Machines, Stored, Work
 from lattqe.errors import LattqeError
 from lattqe.search.rows import Pairing, in_one
@@ -370,8 +370,7 @@ def build_approximate(
     rows = in_one([piece for each in open_sets(task) for piece in each.pieces()])
     made = Approximated(agree_on_clusters(pending, rows, task).facts(), planning=time.monotonic() - started)
     missing = pending.missing()
-    workers = min(workers or int(ray.cluster_resources().get("CPU", 1)), max(len(missing), 1))
-    threads = threads_for(workers)
+    workers, threads, _ = approximate_workers(task, pending, workers)
     require_resources({"CPU": threads}, workers)
     actors = ray.remote(num_cpus=threads)(ClusterWorker).options(scheduling_strategy="SPREAD")
 
@@ -389,3 +388,13 @@ def build_approximate(
     )
     made.took = time.monotonic() - started
     return made, ran
+
+
+def approximate_workers(task: GraphTask, pending: Pending, workers: int | None = None) -> tuple[int, int, int]:
+    """How many workers make the missing parts of an approximate graph, the threads of each, and its predicted bytes,
+    mapped files included.
+    """
+    workers = min(workers or int(ray.cluster_resources().get("CPU", 1)), max(len(pending.missing()), 1))
+    threads, features = threads_for(workers), open_sets(task)[0]
+    fetched = not features.place.is_local and task.cache is None
+    return workers, threads, sum(clusters_memory(Stored.of(features.manifest), features.dim, task.k, threads, fetched))

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.blocks import ACTOR_LOST, user_error
 from cluster.monitor import Watch
 from cluster.session import gpus_available
+from lattqe.cost.work import Stored
 from lattqe.errors import LattqeError
 from lattqe.search.exact import merge, published
 from lattqe.search.rows import check_queries, tiles
@@ -87,6 +88,12 @@ class Shard:
         """Vectors (n, D) of those of `rows` (m,) that are here, in their order and as stored: half travels as half."""
         return self.index.gather_stored(rows[self._here(rows)])
 
+    def peak(self) -> int:
+        """The most memory that this process ever had, mapped files included."""
+        from lattqe.device import peak_bytes
+
+        return peak_bytes()
+
     def _here(self, rows: np.ndarray) -> np.ndarray:
         return (rows >= self.index.first_row) & (rows < self.index.first_row + self.index.rows)
 
@@ -114,6 +121,8 @@ class ShardedIndex:
         self.policy, self._query_block = policy or ShardPolicy(), query_block
         sets = [FeatureSet.open(uri) for uri in self.uris]
         self.rows, self.dim = _joint_shape(sets)
+        self._stored = [Stored.of(each.manifest) for each in sets]
+        self._fetched = cache is None and not sets[0].place.is_local
         self.shards = min(shards or default_shards(self.rows), self.rows)
         self.cuts = [self.rows * shard // self.shards for shard in range(self.shards + 1)]
         self.shard_bytes = -(-self.rows // self.shards) * self.dim * max(np.dtype(each.dtype).itemsize for each in sets)
@@ -280,6 +289,17 @@ class ShardedIndex:
     def actors(self) -> list[Any]:
         """The shards' handles, in the order of their rows."""
         return list(self._actors)
+
+    def memory(self, asked: int, k: int) -> dict[str, int]:
+        """Bytes of a shard, mapped files included: predicted for that many queries and k results, and the most that
+        one had; of one that was built again, since then.
+        """
+        from lattqe.cost.stages import shard_memory
+
+        return {
+            "predicted_worker_bytes": sum(shard_memory(self._stored, self.shards, asked, k, self._fetched)),
+            "peak_worker_bytes": max(next(self._ask("peak", [()]))),
+        }
 
     @property
     def failures(self) -> int:

@@ -2,6 +2,7 @@
 leave such an index, where only rows whose neighborhoods changed are augmented again.
 """
 
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -132,6 +133,7 @@ def made_index(
     """The index, found finished, or made in this process or on Ray; its graph first, unless that is given."""
     from cluster import runs_here
     from lattqe.augmentation import describe
+    from lattqe.device import resident_bytes
     from lattqe.store import find_manifest, open_place
     from lattqe.store.pending import refuse_unlike
 
@@ -147,12 +149,15 @@ def made_index(
     with nullcontext() if here else on_ray(address):
         if done is None:
             checked_device(method, here)  # before a graph is computed for nothing
+        process = resident_bytes()  # as a worker is that holds no data: what follows leaves some in this one
+        before: dict[str, Any] = {}
         if task.adapt:
-            original = adapted_rows(original, task.to, workers, task.cache, here)
+            original, before["adaptation"] = adapted_rows(original, task.to, workers, task.cache, here)
             task = replace(task, features=original.uri)
         if not given_graph:
-            compute_graph(original, task.graph, method.depth(task.k), workers, task.cache, here)
-        made = augment_here(task, done) if here else augment(task, workers, reach)
+            before["graph"] = compute_graph(original, task.graph, method.depth(task.k), workers, task.cache, here)
+        made = augment_here(task, done) if here else augment(task, workers, reach, process)
+        made = replace(made, more={name: took for name, took in before.items() if took} | made.more)
     if done is not None:
         screen.print(f"{task.to} is already up to date", markup=False, soft_wrap=True)
     return made
@@ -185,21 +190,27 @@ def chosen_adapting(method: "Method", adapt: bool | None, neighbors: str | None,
     return (method.adapts and neighbors is None and not already) if adapt is None else adapt
 
 
-def adapted_rows(original: "FeatureSet", to: str, workers: int | None, cache: str | None, here: bool) -> "FeatureSet":
-    """The rows adapted to their collection, made in this process or on Ray, or found where an earlier run made them."""
+def adapted_rows(
+    original: "FeatureSet", to: str, workers: int | None, cache: str | None, here: bool
+) -> "tuple[FeatureSet, dict[str, Any]]":
+    """The rows adapted to their collection, made in this process or on Ray, or found where an earlier run made them;
+    and what it took.
+    """
     from lattqe import augmentation
     from lattqe.adaptation import sample_rows
 
+    started = time.monotonic()
     looked_at = f"{len(sample_rows(original.rows, original.dim)):,} of {original.rows:,} rows"
     where = f"{to.rstrip('/')}/{augmentation.ADAPTED}"
     show_table("adaptation", {"learned from": f"the nearest neighbors of {looked_at}, without labels", "to": where})
     with progress_bar("adapt", original.rows) as bar:
         if here:
-            return augmentation.adapted_rows(original, to, bar.advance)
+            made, memory = augmentation.adapted_rows(original, to, bar.advance), {}
+        else:
+            from cluster.augmentation import adapted_rows as on_ray_workers
 
-        from cluster.augmentation import adapted_rows as on_ray_workers
-
-        return on_ray_workers(original, to, bar.advance, workers=workers, cache=cache)
+            made, memory = on_ray_workers(original, to, bar.advance, workers=workers, cache=cache)
+    return made, {"seconds": round(time.monotonic() - started, 2), **memory}
 
 
 def check_reach(wanted: str) -> None:
@@ -227,17 +238,17 @@ def given_graph(uri: str, original: "FeatureSet", k: int) -> "NeighborGraph":
     return graph
 
 
-def compute_graph(original: "FeatureSet", to: str, k: int, workers: int | None, cache: str | None, here: bool) -> None:
-    """Compute the features' graph, or finish what an earlier run left."""
+def compute_graph(
+    original: "FeatureSet", to: str, k: int, workers: int | None, cache: str | None, here: bool
+) -> dict[str, Any]:
+    """Compute the features' graph, or finish what an earlier run left: what it took, nothing where it was there."""
     from jobs.neighbors import neighbors, neighbors_here
     from lattqe.search.stored import GraphTask, begin_graph
 
     task = GraphTask(original.uri, to, k, None, None, cache)
-    if begin_graph(task).finished is None:
-        if here:
-            neighbors_here(task)
-        else:
-            neighbors(task, workers)
+    if begin_graph(task).finished is not None:
+        return {}
+    return (neighbors_here(task) if here else neighbors(task, workers))[1]
 
 
 app = command(main)

@@ -8,11 +8,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
-from jobs.console import APPROXIMATE_GRAPH, command, print_json, progress_bar, run, screen, show_table
-from jobs.plan import Address, Assume, Plan, setting, tell
+from jobs.console import (
+    APPROXIMATE_GRAPH,
+    command,
+    human_bytes,
+    print_json,
+    print_table,
+    printable,
+    progress_bar,
+    run,
+    screen,
+    show_memory,
+    show_table,
+    shown,
+    warn,
+)
+from jobs.plan import Address, Assume, Plan, setting, tell, this_machine
 from lattqe.benchmark.presets import PRESETS, Options, preset_run
 from lattqe.errors import LattqeError
 
@@ -112,8 +124,9 @@ def main(
     bench = measured(chosen, to, workers, shards, partial(ray_session, address))
     results, report = reported(chosen, cells, bench, to, images)
     if json:
-        print_json(results)
+        print_json(results | {"worker_memory": bench.indexes.memory})
     (print_results if cells is None else print_density)(results)
+    show_memory(bench.indexes.memory)
     screen.print(f"report: {report}", markup=False, soft_wrap=True)
 
 
@@ -228,7 +241,19 @@ def show_plan(chosen: "Run", bench: "Bench") -> None:
         or "none",
         "methods": ", ".join(method.label for method in chosen.entries),
     }
+    if bench.needs_ray():
+        rows["memory of a worker"] = planned_memory(bench)
     show_table("plan", {name: printable(text) for name, text in rows.items()})
+
+
+def planned_memory(bench: "Bench") -> str:
+    """What workers will hold and map for the cells that are measured first, on nodes like this one."""
+    from cluster.benchmark import plan_cells
+    from lattqe.cost.plans import Setting
+
+    where = Setting(replace(this_machine(), asked=bench.indexes.workers or bench.indexes.shards))
+    works = plan_cells(bench, where)
+    return ", ".join(f"{work.stage} {human_bytes(work.worker_bytes + work.mapped)}" for work in works)
 
 
 def golden_warnings(chosen: "Run", bench: "Bench") -> list[str]:
@@ -364,32 +389,6 @@ def print_density(results: dict[str, Any]) -> None:
     for title, rows, verdict in density_text(results):
         print_table(title, rows)
         screen.print(shown(verdict) + "\n")
-
-
-def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of texts, the headings first: names to the left, numbers to the right."""
-    table = Table(box=None, padding=(0, 1), header_style="bold", title=shown(title), title_justify="left")
-    for number, name in enumerate(rows[0]):
-        table.add_column(shown(name), justify="left" if number == 0 else "right", no_wrap=number == 0)
-    for row in rows[1:]:
-        table.add_row(*map(shown, row))
-    screen.print(table)
-
-
-def shown(text: str) -> str:
-    """Text from users for the screen: brackets are no markup, and control characters do nothing."""
-    return escape(printable(text))
-
-
-def printable(text: str) -> str:
-    """Text without control characters, which could move the cursor or change colours."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
-
-
-def warn(warnings: list[str]) -> None:
-    """Print warnings, one line each."""
-    for warning in warnings:
-        screen.print(f"warning: {warning}", markup=False, soft_wrap=True)
 
 
 app = command(main)

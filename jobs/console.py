@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -304,3 +304,39 @@ def _unwrapped(app: typer.Typer, arguments: list[str] | None, name: str | None) 
         raise LattqeError(f"{error.format_message().rstrip('.')}: see {verb} --help") from error
     if isinstance(code, int) and code:
         raise SystemExit(code)
+
+
+def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of texts, the headings first: names to the left, numbers to the right."""
+    table = Table(box=None, padding=(0, 1), header_style="bold", title=shown(title), title_justify="left")
+    for number, name in enumerate(rows[0]):
+        table.add_column(shown(name), justify="left" if number == 0 else "right", no_wrap=number == 0)
+    for row in rows[1:]:
+        table.add_row(*map(shown, row))
+    screen.print(table)
+
+
+def shown(text: str) -> str:
+    """Text from users for the screen: brackets are no markup, and control characters do nothing."""
+    return escape(printable(text))
+
+
+def printable(text: str) -> str:
+    """Text without control characters, which could move the cursor or change colours."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def warn(warnings: list[str]) -> None:
+    """Print warnings, one line each."""
+    for warning in warnings:
+        screen.print(f"warning: {warning}", markup=False, soft_wrap=True)
+
+
+def show_memory(stages: dict[str, dict[str, int]]) -> None:
+    """Print what the largest worker of each stage took that ran on Ray, beside what was predicted."""
+    rows = {
+        stage: f"{human_bytes(found['peak_worker_bytes'])}, predicted {human_bytes(found['predicted_worker_bytes'])}"
+        for stage, found in stages.items()
+    }
+    if rows:
+        show_table("memory of a worker", rows)

@@ -355,7 +355,7 @@ def report(verb: str, made: Made, json: bool, more: dict[str, Any] | None = None
     if json:
         print_json(facts)
     rate = summary.expanded / max(summary.working, 1e-9)
-    readable = {name: f"{value:,}" if isinstance(value, int) else value for name, value in facts.items()}
+    readable = {name: _readable(value) for name, value in facts.items()}
     predicted = made.more.get("predicted_worker_bytes")
     show_table(
         f"{verb} {made.task.to}",
@@ -367,3 +367,10 @@ def report(verb: str, made: Made, json: bool, more: dict[str, Any] | None = None
         }
         | ({"predicted_worker_bytes": human_bytes(predicted)} if predicted else {}),
     )
+
+
+def _readable(value: Any) -> Any:
+    """A fact on one line: numbers with commas, facts of an earlier stage one after the other."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_readable(each)}" for name, each in value.items())
+    return f"{value:,}" if isinstance(value, int) else value

@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jobs.console import Json, ProgressBar, command, human_bytes, print_json, progress_bar, run, screen, show_table
-from jobs.plan import Address, Assume, Cache, Plan, Workers, human_time, on_ray, setting, tell, this_machine
+from jobs.plan import (
+    Address,
+    Assume,
+    Cache,
+    Plan,
+    Workers,
+    human_time,
+    memory_text,
+    on_ray,
+    setting,
+    tell,
+    this_machine,
+)
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
@@ -204,14 +216,14 @@ def approximate_neighbors(task: "GraphTask", workers: int | None, here: bool) ->
     """Plan, make what is missing, publish an approximate graph, in this process or within a Ray session."""
     import numpy as np
 
-    from lattqe.cost.stages import finding_bytes
+    from lattqe.cost.rows import finding_bytes
     from lattqe.device import peak_bytes
     from lattqe.search.approximate import cluster_count
     from lattqe.search.stored import begin_graph, build_approximate, open_sets
 
     pending, features = begin_graph(task), open_sets(task)[0]
     left = sum(pending.part_rows[part] for part in pending.missing())
-    memory = finding_bytes(features.rows, features.dim, np.dtype(features.dtype).itemsize)
+    memory = finding_bytes(features.rows, features.dim, task.k, np.dtype(features.dtype).itemsize)
     show_table(
         "plan",
         {
@@ -229,11 +241,14 @@ def approximate_neighbors(task: "GraphTask", workers: int | None, here: bool) ->
             made = build_approximate(task, bar.advance)
             ran: dict[str, Any] = {"workers": 0}
         else:
+            from cluster.graph import approximate_workers
             from cluster.graph import build_approximate as build_on_ray
 
+            predicted = approximate_workers(task, pending, workers)[-1]
             made, blocks = build_on_ray(task, bar.advance, workers=workers)
             used = len(blocks.blocks_by_worker)
             ran = {"workers": used, "retries": blocks.retries, "workers_lost": blocks.actors_lost}
+            ran["predicted_worker_bytes"] = predicted
     return pending.finish(made.measured), {
         "seconds": round(made.took, 2),
         "seconds_planning": round(made.planning, 2),
@@ -344,7 +359,7 @@ def show_plan(task: "GraphTask", plan: "GraphPlan", left: int) -> None:
             "workers": f"{plan.workers}, each with " + ", ".join(f"{v:g} {n[4:]}" for n, v in plan.resources.items()),
             "blocks": plan.work.facts["blocks"],
             "schedule": plan.work.facts["schedule"],
-            "memory of a worker": human_bytes(plan.work.worker_bytes),
+            "memory of a worker": memory_text(plan.work),
             "unfinished lists": f"up to {human_bytes(plan.work.scratch)} in {task.to}/_work",
             "graph": human_bytes(plan.work.stored),
             "products": f"{plan.work.flops / 1e12:.3g} TFLOP, {1 - left / max(plan.products, 1):.0%} of them done",
@@ -364,6 +379,7 @@ def facts_of(summary: "GraphSummary", plan: "GraphPlan", left: int) -> dict[str,
         "schedule": plan.cut.schedule,
         "workers": plan.workers,
         "balance": round(summary.balance, 3),
+        "predicted_worker_bytes": plan.work.worker_bytes + plan.work.mapped,
         "peak_worker_bytes": summary.peak_bytes,
         "retries": summary.blocks.retries,
         "workers_lost": summary.blocks.actors_lost,
@@ -371,7 +387,7 @@ def facts_of(summary: "GraphSummary", plan: "GraphPlan", left: int) -> dict[str,
 
 
 def _readable(name: str, value: Any) -> Any:
-    if name == "peak_worker_bytes":
+    if name.endswith("_bytes"):
         return human_bytes(value)
     if name == "worker_seconds":
         return ", ".join(f"{what} {spent}" for what, spent in value.items())

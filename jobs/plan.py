@@ -133,6 +133,7 @@ def facts(cost: "Cost") -> dict[str, Any]:
             "bytes_gathered": work.gathered,
             "requests": vars(work.requests) if cost.remote else vars(type(work.requests)()),
             "worker_bytes": work.worker_bytes,
+            "mapped_bytes": work.mapped,
             "scratch_bytes": work.scratch,
             "stored_bytes": work.stored,
             "seconds": cost.seconds_of(work),
@@ -164,12 +165,18 @@ def stage_rows(cost: "Cost", work: "Work") -> dict[str, str]:
         "written": human_bytes(work.written),
         "gathered from other workers": human_bytes(work.gathered) if work.gathered else "",
         "requests": requests_text(asked) if cost.remote else "none (local disk)",
-        "memory of a worker": human_bytes(work.worker_bytes),
+        "memory of a worker": memory_text(work),
         "in storage meanwhile": human_bytes(work.scratch) if work.scratch else "",
         "in storage afterwards": human_bytes(work.stored) if work.stored else "",
         "time": human_time(cost.seconds_of(work)),
     }
     return {name: text for name, text in rows.items() if text}
+
+
+def memory_text(work: "Work") -> str:
+    """What a worker holds, and maps beside it."""
+    mapped = f", and mapped files: {human_bytes(work.mapped)}, one copy per node" if work.mapped else ""
+    return human_bytes(work.worker_bytes) + mapped
 
 
 def requests_text(asked: Any) -> str:

@@ -90,6 +90,8 @@ def main(
         with open_index(sources, workers, address, cache) as (index, placed):
             show_plan(index, placed, asked, k, expansion, pending, space is not None)
             facts |= answer(index, asked, k, expansion, pending, space)
+            if (memory := getattr(index, "memory", None)) is not None:  # of shards: this process holds nothing else
+                facts |= memory(asked.rows, k if expansion is None else max(k, expansion.method.depth(expansion.k)))
     facts["digest"] = pending.finish().digest
     if json:
         print_json(facts)

@@ -15,6 +15,7 @@ from threadpoolctl import threadpool_limits
 
 from lattqe import adaptation
 from lattqe.adaptation import Adaptation
+from lattqe.device import peak_bytes
 from lattqe.errors import LattqeError
 from lattqe.store import (
     FeatureSet,
@@ -298,14 +299,14 @@ class WhitenWorker:
         self.whitening = load_map(whitening)[0]
 
     def run(self, part: int) -> dict[str, Any]:
-        """Whiten and publish one part; returns what it moved. By one thread: the last bits depend on how many."""
+        """Whiten and publish one part; returns what it took. By one thread: the last bits depend on how many."""
         counts, fields = self.pending.part_rows, self.pending.plan["fields"]
         start = sum(counts[:part])
         schema = _schema(self.features, self.whitening.dim, fields["dtype"])
         with threadpool_limits(1):
             rows = _whiten_rows(self.features, self.whitening, start, start + counts[part], schema, fields["dtype"])
         self.pending.publish(part, rows)
-        return {"traffic": traffic.take()}
+        return {"traffic": traffic.take(), "peak_bytes": peak_bytes()}
 
 
 def _schema(features: FeatureSet, dim: int, dtype: str) -> pa.Schema:

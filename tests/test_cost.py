@@ -23,11 +23,12 @@ import jobs.search
 import jobs.train
 from cluster.benchmark import Bench, plan_cells
 from cluster.graph import Progress
-from cluster.graph_worker import GraphWorker
+from cluster.graph_worker import GraphWorker, agree_on_cut
 from lattqe import adaptation
-from lattqe.cost import Cost, Machines, cut_rows, graph_of_pairs
+from lattqe.cost import Cost, Machines, cut_rows
 from lattqe.cost.augment import weighing
 from lattqe.cost.plans import Rows, Setting, parse_assumption
+from lattqe.cost.rows import COSTS, cut_owned
 from lattqe.cost.work import GET_OPERATIONS, PUT_OPERATIONS, Work
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE, LAttQEConfig
@@ -39,6 +40,7 @@ DIM, K = 32, 16
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 # Rows, and bytes of a part: many small parts, some, and few of several blocks each.
 SIZES = [(1500, 1 << 14), (3000, 1 << 16), (6000, 1 << 18)]
+CUTS = {"pairs": cut_rows, "rows": cut_owned}
 
 
 def write(uri, rows, part_bytes, seed=0):
@@ -89,7 +91,7 @@ def jobs_of(base, queries):
     ]
 
 
-@pytest.mark.parametrize(("rows", "part_bytes"), [SIZES[0], SIZES[2]])
+@pytest.mark.parametrize(("rows", "part_bytes"), SIZES)
 def test_bytes_and_products_are_as_planned(tmp_path, capsys, rows, part_bytes):
     write(f"{tmp_path}/features", rows, part_bytes)
     queries = write(f"{tmp_path}/queries", rows // 5, part_bytes, seed=1)
@@ -120,8 +122,8 @@ def test_an_adaptation_compares_as_many_rows_as_planned(tmp_path, capsys, monkey
     assert stage["products"] == sum(met) == 600 * 1500
 
 
-def test_requests_to_s3_are_as_planned(s3_uri, capsys):
-    rows, part_bytes = SIZES[0]
+@pytest.mark.parametrize(("rows", "part_bytes"), SIZES)
+def test_requests_to_s3_are_as_planned(s3_uri, capsys, rows, part_bytes):
     write(f"{s3_uri}/features", rows, part_bytes)
     queries = write(f"{s3_uri}/queries", rows // 5, part_bytes, seed=1)
     for job, arguments in jobs_of(s3_uri, queries.uri):
@@ -184,34 +186,41 @@ def test_a_benchmark_is_planned_as_far_as_it_is_chosen(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.parametrize("schedule", ["pairs", "rows"])
 @pytest.mark.parametrize(("rows", "part_bytes"), SIZES)
-def test_pairs_of_blocks_cost_what_they_should(tmp_path, rows, part_bytes):
-    pairs_as_planned(str(tmp_path), rows, part_bytes, remote=False)
+def test_blocks_cost_what_they_should(tmp_path, rows, part_bytes, schedule):
+    blocks_as_planned(str(tmp_path), rows, part_bytes, schedule, remote=False)
 
 
-def test_pairs_of_blocks_ask_s3_as_planned(s3_uri):
-    pairs_as_planned(s3_uri, *SIZES[1], remote=True)
+@pytest.mark.parametrize("schedule", ["pairs", "rows"])
+@pytest.mark.parametrize(("rows", "part_bytes"), SIZES)
+def test_blocks_ask_s3_as_planned(s3_uri, rows, part_bytes, schedule):
+    blocks_as_planned(s3_uri, rows, part_bytes, schedule, remote=True)
 
 
-def pairs_as_planned(base, rows, part_bytes, remote):
-    """A worker of the graph does all pairs without Ray; its counters are held against the model."""
+def blocks_as_planned(base, rows, part_bytes, schedule, remote):
+    """A worker of the graph does all blocks without Ray; its counters are held against the model."""
     features = write(f"{base}/features", rows, part_bytes)
-    task, cut = GraphTask(features.uri, f"{base}/graph", K), cut_rows(rows, 0, 3, rows)
+    task, cut = GraphTask(features.uri, f"{base}/graph", K), CUTS[schedule](rows, 0, 3, rows)
     threads = torch.get_num_threads()
     pending, made, before = begin_graph(task), [], traffic.totals()
+    assert agree_on_cut(pending.place, cut) == cut
     worker = GraphWorker(task, cut)
     worker.clock = ProductClock(made.append)
     progress = Progress(task, cut, pending, 1, lambda products: None)
     items = progress.possible()
     while items:
         for item in items:
-            worker.compare(*item) if len(item) > 1 else worker.assemble(*item)
+            if len(item) == 1:
+                worker.assemble(*item)
+            else:
+                worker.own(item[0]) if schedule == "rows" else worker.compare(*item)
         told = {"peak_bytes": 0, "worker": "", "busy": 0.0, "seconds": {"waiting": 0.0}, "stale": False}
         items = [further for item in items for further in progress.done(item, told)]
     pending.finish()
     torch.set_num_threads(threads)
     counted = counted_since(before)
-    work = graph_of_pairs([Rows.of(features).stored], DIM, K, cut, Machines(cpus=1), remote=remote)
+    work = COSTS[schedule]([Rows.of(features).stored], DIM, K, cut, Machines(cpus=1), remote=remote)
     assert work.products == pytest.approx(sum(made), rel=0.05)
     # The verb opens its sets some more times than this loop, and claims the destination.
     assert work.read == pytest.approx(counted["read"], rel=0.05)
@@ -311,7 +320,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path):
     assert "--assume needs --plan" in refused(jobs.neighbors.app, "--assume", "nodes=2")
     assert "keys are" in refused(jobs.neighbors.app, "--plan", "--assume", "nodse=2")
     assert "two blocks of 512 rows" in refused(jobs.neighbors.app, "--plan", "--assume", "nodes=2,memory=500MB,cpus=4")
-    assert "use fewer workers" in refused(jobs.augment.app, "--plan", "--assume", "nodes=1,memory=600MB,cpus=1")
+    assert "use fewer workers" in refused(jobs.augment.app, "--plan", "--assume", "nodes=1,memory=500MB,cpus=1")
     with pytest.raises(LattqeError, match=r"needs .* for each of 8 workers"):
         Cost([Work("graph", 1, worker_bytes=10**12)], Machines()).check()
     with pytest.raises(LattqeError, match="'1Mx512' is not a size"):

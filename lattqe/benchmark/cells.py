@@ -6,7 +6,7 @@ What does not fit together is refused by name before anything runs. A cell is ke
 import json
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -321,8 +321,7 @@ def measure(
 
     The pipelines differ in `qe` and `rank`. exclude (nq,): the row of each query that is itself in the database.
     """
-    settings = [each.qe for each in pipelines if each.qe is not None]
-    depth = max((method_of(setting).depth(setting.k) for setting in settings), default=0)
+    depth = deepest(pipelines)
     started = time.perf_counter()
     found = nearest(index, xq, min(depth, index.rows - (exclude is not None)), exclude) if depth else None
     searching = time.perf_counter() - started
@@ -343,6 +342,12 @@ def measure(
             seconds["evaluate"] = time.perf_counter() - started
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         on_done(pipeline, Measured(scores, weights, seconds, peak))
+
+
+def deepest(pipelines: Iterable[Pipeline]) -> int:
+    """The longest list that one of them looks at to expand a query; 0: none is expanded."""
+    settings = [each.qe for each in pipelines if each.qe is not None]
+    return max((method_of(setting).depth(setting.k) for setting in settings), default=0)
 
 
 def _ranked(

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lattqe.benchmark.cells import Cell, Measured, largest_k
-from lattqe.benchmark.spec import Candidate, Dataset, GraphCandidate, Pipeline, Run, Setting
+from lattqe.benchmark.cells import ADAPTED, Cell, Measured, largest_k
+from lattqe.benchmark.spec import GRAPH_METHODS, Candidate, Dataset, GraphCandidate, Pipeline, Run, Setting
 from lattqe.evaluation import Scores
+from lattqe.store import FeatureSet
 
 # The paper reports Medium and Hard, because Easy is saturated; the label protocol has one setup.
 LEFT_OUT = ("easy",)
@@ -220,3 +221,15 @@ def _shown_cells(run: Run, lookup: Lookup) -> Iterable[Cell]:
         if row.kind == "qe"
     )
     yield from (Cell(dataset.name, None, None, each.setting) for dataset in tested for each in run.ablations)
+
+
+def rows_key(sets: Sequence[FeatureSet], dba: Setting) -> tuple[str, ...]:
+    """What `finished_graphs` calls the graph of some sets, one after the other, in the space of an augmentation."""
+    return (ADAPTED,) * bool(dict(dba.params).get("adapt")) + tuple(each.digest for each in sets)
+
+
+def unplanned(cells: Iterable[Cell]) -> dict[str, str]:
+    """What a plan of some cells leaves out, in words: methods that work on the whole graph at once."""
+    steps = [step for cell in cells for step in (cell.dba, cell.rank) if step is not None]
+    rivals = sorted({step.method for step in steps if step.method in GRAPH_METHODS})
+    return {"not planned": f"{', '.join(rivals)}: in one process, over the whole graph"} if rivals else {}

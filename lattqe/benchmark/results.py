@@ -312,7 +312,10 @@ def everything(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, 
 
 
 def _per_million(row: Row, tested: Sequence[Dataset], source: Source) -> dict[str, float]:
-    """Seconds for a million rows beside the neighbor graph, which all share, and milliseconds for a query."""
+    """Seconds for a million rows beside the neighbor graph, and milliseconds for a query.
+
+    The graph is shared by all that do not adapt the rows; an adaptation belongs to the row that uses it.
+    """
     rows, queries, making, asking = 0, 0, 0.0, 0.0
     for dataset in tested:
         cell = row.cell(dataset)
@@ -321,7 +324,8 @@ def _per_million(row: Row, tested: Sequence[Dataset], source: Source) -> dict[st
             continue
         sizes = source.sizes(dataset.name)
         rows, queries = rows + sizes[0], queries + sizes[1]
-        making += (source.index_seconds(cell) or {}).get("augment", 0.0) + seconds.get("prepare", 0.0)
+        index = source.index_seconds(cell) or {}
+        making += index.get("adapt", 0.0) + index.get("augment", 0.0) + seconds.get("prepare", 0.0)
         asking += sum(seconds.get(name, 0.0) for name in ("search", "expand", "rank"))
     per_query = 1e3 * asking / max(queries, 1)
     return {"seconds_per_million_rows": 1e6 * making / max(rows, 1), "milliseconds_per_query": per_query}

@@ -17,17 +17,19 @@ from lattqe.cost.work import (
     Stored,
     Work,
     gets_of,
+    held_bytes,
     load_part,
 )
 from lattqe.expansion import Method
 from lattqe.expansion.attention import AttentionExpansion
 from lattqe.expansion.rows import GATHER_BYTES, list_lengths, shares
 from lattqe.model.config import LAttQEConfig
-from lattqe.store.parts import RESIDENT_BYTES
 
-PROCESS_BYTES = 300 << 20  # Python, Ray, torch and a small model, where the process itself cannot be asked
-# What the first products of a process bring in: pages of the mathematical libraries, and their buffers.
-WARM_BYTES = 48 << 20
+# Python, Ray, torch and a small model, where the process itself cannot be asked; and what the first products of a
+# process bring in: pages of the mathematical libraries, and their buffers, more of them for a network. Fitted to the
+# peaks of augmentations of 12,000, 30,000, 60,000 and 1,000,000 rows (docs/results/scale.md).
+PROCESS_BYTES = 343 << 20
+WARM_BYTES, NETWORK_BYTES = 48 << 20, 82 << 20
 SEAL = 16  # bytes before each unfinished piece
 OPENS = 9  # times that `lattqe augment` opens its sets and their graph
 # Share of a core's speed in products that the network that ships reaches, and bytes of vectors that a core gathers and
@@ -125,12 +127,8 @@ def augmentation_memory(
     graph_fetched: bool = False,
 ) -> WorkerMemory:
     """Memory of one worker. fetched: vectors are held from S3, not mapped; with `shards` they are with others."""
-    mapped = held = 0
-    for stored, whole, remote in ((features, not shards, fetched), (graph, True, graph_fetched)):
-        if remote:
-            held += min(stored.bytes, RESIDENT_BYTES)
-        elif whole:
-            mapped += stored.bytes
+    held = held_bytes([stored for stored, remote in ((features, fetched), (graph, graph_fetched)) if remote])
+    mapped = (0 if fetched or shards else features.bytes) + (0 if graph_fetched else graph.bytes)
     if weighs.negatives and not shards and features.parts > 1:
         held += features.rows * dim * itemsize
     # In float32 in the method, and as stored: one batch in use, one being read, and what reading it takes.
@@ -140,7 +138,8 @@ def augmentation_memory(
     # A part as an array, and as the bytes of its file.
     part = 2 * max(features.part_bytes)
     table = 4 * features.rows * weighs.shared_width
-    return WorkerMemory(process + WARM_BYTES, mapped, held, table, max(batch + 3 * batch * itemsize // 4 + block, part))
+    warm = NETWORK_BYTES if weighs.network else WARM_BYTES
+    return WorkerMemory(process + warm, mapped, held, table, max(batch + 3 * batch * itemsize // 4 + block, part))
 
 
 def augmentation(
@@ -201,9 +200,9 @@ def augmentation(
         requests=loading + moving + OPEN * opens + LOOK * 5 + MISSING + ATTACH + made.publishing(),
         worker_seconds=weighs.seconds(rows, dim, machines) + tables * rows * weighs.shared_flops / machines.flops,
         worker_bytes=memory.total - memory.mapped + held,
+        mapped=memory.mapped,
         scratch=piece_bytes,
         stored=made.bytes,
-        facts={"mapped files": f"{_mib(memory.mapped)}, one copy per node"} if memory.mapped else {},
     )
 
 
@@ -263,8 +262,9 @@ def hops(
         requests=loading + _hop_requests(features, number, bands, groups, matrix_bytes // cut, again),
         worker_seconds=4.0 * matrix * dim * number / (HOP_BYTES_PER_SECOND * machines.threads),
         worker_bytes=PROCESS_BYTES
-        + sum(min(each.bytes, RESIDENT_BYTES) for each in (features, edges) if fetched)
+        + (held_bytes((features, edges)) if fetched else 0)
         + hop_buffers(rows, dim, k, bands, groups, max(features.part_rows)),
+        mapped=0 if fetched else features.bytes + edges.bytes,
         scratch=4 * vectors + matrix_bytes,
         stored=features.bytes,
         facts={

@@ -21,6 +21,7 @@ from lattqe.cost.work import (
     Stored,
     Work,
     gets_of,
+    held_bytes,
     load_part,
 )
 from lattqe.errors import LattqeError
@@ -33,7 +34,10 @@ PAIR_SECONDS = 120.0  # the longest piece of work, and so the most that a death 
 SMALL_BLOCK = 20_000  # rows; with smaller blocks than this, fewer of them: candidates are scored again for each
 LEAST_BLOCK = 512  # rows; smaller ones would only move data about
 MAX_BLOCKS = 512  # a set of blocks is that many bits of the name of an unfinished list
-BASE_BYTES = 512 << 20  # of a worker process with torch, and its tiles
+# Of a worker process with torch; and of a tile, for each of its products: scores, masks, what passes. Fitted, with what
+# `bytes_per_row` counts, to the peaks of nine graphs: 2,000 to 1,000,000 rows, 64 to 2048 columns, k from 16 to 256, on
+# disk and on S3, a core for each worker (docs/results/scale.md).
+BASE_BYTES, TILE_BYTES = 347 << 20, 12
 OVERHEAD = 1.1  # loading, merging and writing beside what is measured
 TILE, LEAST_TILE = 2048, 256  # rows of a diagonal tile, both halves of which are multiplied
 SEAL = 16  # bytes before each unfinished list
@@ -141,13 +145,29 @@ def cut_rows(own: int, others: int, workers: int, fit: int, exact: bool = False)
     return Cut((*bounds, own + others), blocks)
 
 
-def bytes_per_row(dim: int, k: int, itemsize: int) -> int:
+def bytes_per_row(dim: int, k: int, itemsize: int, fetched: bool = False) -> int:
     """Memory for one row of each of the two blocks that a worker compares.
 
-    As stored and widened to float32, half as much again for a third block that stays from before; its candidates,
-    whose memory their exact scores take over; and its lists while they are read and merged.
+    Widened to float32, half as much again for a third block that stays from before; its candidates, whose memory their
+    exact scores take over; its lists as they were read and as they are merged. Rows as they are stored are held or
+    mapped (`reached_bytes`); `fetched`: from S3.
     """
-    return 3 * dim * (itemsize + 4) // 2 + 8 * capacity_for(k) + 3 * 12 * k
+    return 3 * wide_bytes(dim, itemsize, fetched) // 2 + 8 * capacity_for(k) + 24 * k
+
+
+def wide_bytes(dim: int, itemsize: int, fetched: bool = False) -> int:
+    """Memory of one row in float32: none where it is mapped as that already."""
+    return 4 * dim if fetched or itemsize < 4 else 0
+
+
+def reached_bytes(sets: Sequence[Stored], fetched: bool) -> tuple[int, int]:
+    """Bytes of parts that a worker holds because it `fetched` them from S3, and of those that it maps."""
+    return (held_bytes(sets), 0) if fetched else (0, sum(each.bytes for each in sets))
+
+
+def tile_bytes(rows: int, machines: Machines) -> int:
+    """Memory of the tiles that a worker's threads multiply, of blocks of that many rows."""
+    return TILE_BYTES * min(rows, TILE) ** 2 * (1 if machines.gpus else machines.threads)
 
 
 def product_seconds(dim: int, machines: Machines) -> float:
@@ -155,9 +175,11 @@ def product_seconds(dim: int, machines: Machines) -> float:
     return 2 * dim / machines.flops + (0.0 if machines.gpus else SELECT_SECONDS / machines.threads)
 
 
-def fitting_rows(budget: int, row_bytes: int, products_per_second: float) -> int:
-    """Rows of a block so that two fit a worker's memory and comparing them takes no longer than a death may cost."""
-    return int(min((budget - BASE_BYTES) // (2 * row_bytes), (PAIR_SECONDS * products_per_second) ** 0.5))
+def fitting_rows(budget: int, fixed: int, row_bytes: int, products_per_second: float) -> int:
+    """Rows of a block so that two fit a worker's memory beside what is `fixed`, and comparing them takes no longer than
+    a death may cost.
+    """
+    return int(min((budget - fixed) // (2 * row_bytes), (PAIR_SECONDS * products_per_second) ** 0.5))
 
 
 def harmonic(n: int) -> float:
@@ -198,7 +220,8 @@ def graph_of_pairs(
         seconds = cut.products * product_seconds(dim, machines) + scoring_seconds(scored, dim, machines.threads)
     else:
         seconds = cut.products / products_per_second
-    largest = max(cut.sizes)
+    largest, fetched = max(cut.sizes), remote and not cached
+    held, mapped = reached_bytes(sets, fetched)
     products = sum(
         graph_products(cut.rows(b)[1] - cut.rows(a)[0], 1, machines.threads) if cut.siblings(a, b) else cut.cost(a, b)
         for a, b in pairs
@@ -218,7 +241,11 @@ def graph_of_pairs(
         + LOOK * 3
         + graph.publishing(cut.blocks + 1),
         worker_seconds=OVERHEAD * seconds,
-        worker_bytes=BASE_BYTES + 2 * largest * bytes_per_row(dim, k, itemsize),
+        worker_bytes=BASE_BYTES
+        + tile_bytes(largest, machines)
+        + held
+        + 2 * largest * bytes_per_row(dim, k, itemsize, fetched),
+        mapped=mapped,
         scratch=12 * k * (rows + 2 * machines.workers * largest),
         stored=graph.bytes,
         facts={
@@ -283,16 +310,16 @@ def _vectors(
 
 
 def plan_pairs(
-    own: int, others: int, workers: int, fit: int, budget: int, row_bytes: int, block_rows: int | None = None
+    own: int, others: int, workers: int, fit: int, budget: int, fixed: int, row_bytes: int, block_rows: int | None
 ) -> Cut:
     """The cut for that many workers with that much memory; LattqeError with advice if there is none.
 
     fit: rows of a block as `fitting_rows` says; block_rows: what was requested instead.
     """
-    if budget - BASE_BYTES < 2 * LEAST_BLOCK * row_bytes:
+    if budget - fixed < 2 * LEAST_BLOCK * row_bytes:
         raise LattqeError(
             f"{workers} workers have {budget >> 20} MiB each, but two blocks of {LEAST_BLOCK} rows with their lists "
-            f"need {(BASE_BYTES + 2 * LEAST_BLOCK * row_bytes) >> 20} MiB: use fewer workers, a smaller k, or nodes "
+            f"need {(fixed + 2 * LEAST_BLOCK * row_bytes) >> 20} MiB: use fewer workers, a smaller k, or nodes "
             "with more memory"
         )
     cut = cut_rows(own, others, workers, block_rows or fit, exact=block_rows is not None)

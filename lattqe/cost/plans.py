@@ -16,7 +16,7 @@ from lattqe.augmentation.recipe import Cut
 from lattqe.cost import stages
 from lattqe.cost.augment import Weighing, augmentation, hops, weighing_of
 from lattqe.cost.graph import graph_here
-from lattqe.cost.rows import graph_on_ray
+from lattqe.cost.rows import approximate_graph, graph_on_ray
 from lattqe.cost.work import ARROW_BYTES, GB, LOOK, PUT, Machines, Stored, Work
 from lattqe.errors import LattqeError
 from lattqe.store.manifest import NOMINAL_ID_BYTES, part_row_counts
@@ -177,12 +177,19 @@ class Setting:
     block_rows: int | None = None
     schedule: str = "auto"  # of the graph
 
+    def at(self, here: bool) -> "Setting":
+        """The same for a stage that is too large for this process, unless it can be `here`: a worker for each core."""
+        if here or not self.here:
+            return self
+        return replace(self, here=False, machines=replace(self.machines, asked=None))
+
 
 def neighbors(sets: Sequence[Rows], k: int, where: Setting, approximate: bool = False) -> Work:
     """The graph of one set, or of a set and its distractors, whose own graph is known."""
     first, stored = sets[0], [each.stored for each in sets]
     if approximate:
-        return stages.approximate_graph(first.stored, first.dim, k, where.machines, itemsize=first.itemsize)
+        fetched = first.remote and not where.cached
+        return approximate_graph(first.stored, first.dim, k, where.machines, itemsize=first.itemsize, fetched=fetched)
     rate = where.products_per_second
     if where.here:
         return graph_here(stored, first.dim, k, where.machines, itemsize=first.itemsize, products_per_second=rate)
@@ -219,12 +226,18 @@ def augment(
     adapt: bool = False,
 ) -> list[Work]:
     """The adaptation, if any; the graph, unless it is given; the index, or of several hops the edges and the hops."""
-    found = []
+    found, fetched = [], rows.remote and not where.cached
     if adapt:
         adapted = rows.rewritten()
         found.append(
             stages.adaptation(
-                rows.stored, adapted.stored, rows.dim, where.machines, itemsize=rows.itemsize, here=where.here
+                rows.stored,
+                adapted.stored,
+                rows.dim,
+                where.machines,
+                itemsize=rows.itemsize,
+                here=where.here,
+                fetched=fetched,
             )
         )
         rows = adapted
@@ -234,7 +247,6 @@ def augment(
         found.append(replace(work, requests=work.requests + LOOK + PUT))
         graph = Stored.kind("neighbors", rows.stored.rows, k=weighs.depth)
     shards = needs_shards(rows, where) if shards is None else shards
-    fetched = rows.remote and not where.cached
     edges = Stored.kind("edges", rows.stored.rows, k=weighs.k) if number > 1 else None
     found.append(
         augmentation(
@@ -317,6 +329,23 @@ def search(database: Sequence[Rows], queries: Rows, k: int, where: Setting, expa
         itemsize=first.itemsize,
         expansion=expansion,
         here=where.here,
+        fetched=first.remote and not where.cached,
+    )
+
+
+def cells(database: Sequence[Rows], queries: Rows, number: int, where: Setting, depth: int) -> Work:
+    """That many cells of a benchmark over the same rows; depth: of the longest list that an expansion looks at."""
+    first = database[0]
+    return stages.measuring(
+        [each.stored for each in database],
+        queries.stored,
+        first.dim,
+        number,
+        where.machines,
+        depth=depth,
+        itemsize=first.itemsize,
+        here=where.here,
+        fetched=first.remote and not where.cached,
     )
 
 

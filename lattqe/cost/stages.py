@@ -4,12 +4,12 @@ Each function counts what the code of its stage does, in this process or on work
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import exp
-from typing import Any
 
 from lattqe.adaptation import LEARNED_BYTES, NEAR, centre_count, sample_rows
 from lattqe.cost.augment import NETWORK_SHARE, PROCESS_BYTES, Weighing, weighing
-from lattqe.cost.graph import BASE_BYTES, OPENS_HERE, bytes_per_row, graph_products, product_seconds, scoring_seconds
+from lattqe.cost.graph import BASE_BYTES, bytes_per_row, graph_products, product_seconds, scoring_seconds
 from lattqe.cost.work import (
     ATTACH,
     CLAIM_BYTES,
@@ -26,27 +26,20 @@ from lattqe.cost.work import (
     Stored,
     Work,
     claim,
+    held_bytes,
 )
 from lattqe.model.config import LAttQEConfig
-from lattqe.search.approximate import (
-    BUFFER_BYTES,
-    DEPTH,
-    ITERATIONS,
-    MEASURED_ROWS,
-    PER_CENTROID,
-    PLANNED_ROWS,
-    cluster_count,
-)
 from lattqe.search.compare import rows_per_block
 
 # Values that one core normalises in float64 and stores as float16 in a second: benchmarks/cost.py.
 IMPORT_VALUES_PER_SECOND = 120e6
-# Clusters that a row of an approximate graph searches, as rows like photographs took for a recall of 0.95, and by how
-# much clusters of unequal size have more pairs than equal ones: benchmarks/approximate.py.
-ASSUMED_SEARCHED, UNEVEN = 14, 1.2
-# Bytes of the process that finds them, for a value of a row beside its stored one, and for a row: measured at 100,000,
-# 300,000 and 1,000,000 rows.
-FINDING_VALUE_BYTES, FINDING_ROW_BYTES = 12, 48 * DEPTH
+# Bytes of a shard: without data, for a row beside the stored one, and for an entry of the answers to a block of queries
+# (candidates, lists, and those on their way). Measured with 30,000 and 100,000 rows on disk, 500,000 on S3, k of 100
+# and 1,000.
+SHARD_BYTES, SHARD_ROW_BYTES, SHARD_ENTRY_BYTES = 373 << 20, 60, 117
+SHARD_QUERIES = 1024  # of a block that all shards are asked at once
+ROOM_BYTES = 512 << 20  # of a process with torch and what it has at hand, where no more is known
+CELL_BYTES, CELL_QUERY_BYTES = 700, 130  # of a stored cell, and for each query, judged in two ways
 MAPS_BYTES = 300  # of stored maps beside their numbers
 BACKWARD = 3  # times the work of going forward that an update of a network takes: forward, and back for both factors
 
@@ -61,8 +54,9 @@ def search(
     itemsize: int = 2,
     expansion: Weighing | None = None,
     here: bool = True,
+    fetched: bool = False,
 ) -> Work:
-    """Each query against each row, twice where it is expanded; shards hold the rows."""
+    """Each query against each row, twice where it is expanded; shards hold the rows, or map them unless `fetched`."""
     rows, asked = sum(each.rows for each in database), queries.rows
     rounds = 1 if expansion is None else 2
     products = rounds * rows * asked
@@ -79,6 +73,10 @@ def search(
         seconds += expansion.seconds(asked, dim, machines)
         flops += asked * expansion.flops
     stored = sum(each.bytes for each in database)
+    memory, mapped = ROOM_BYTES + rows * dim * (itemsize + 4), 0
+    if not here:
+        deepest = k if expansion is None else max(k, expansion.depth)
+        memory, mapped = shard_memory(database, shards, asked, deepest, fetched)
     return Work(
         "search",
         asked,
@@ -90,26 +88,100 @@ def search(
         + LOOK * 3
         + ranks.publishing(),
         worker_seconds=seconds,
-        worker_bytes=BASE_BYTES + -(-rows // shards) * dim * (itemsize + (4 if here else 0)),
+        worker_bytes=memory,
+        mapped=mapped,
         stored=ranks.bytes,
     )
 
 
-def measuring(rows: int, queries: int, dim: int, cells: int, machines: Machines) -> Work:
-    """Cells of a benchmark over the same rows: one search for all, then each one's ranks of its labelled rows."""
-    products = rows * queries * (1 + cells)
+def shard_memory(database: Sequence[Stored], shards: int, asked: int, k: int, fetched: bool) -> tuple[int, int]:
+    """Memory of one of so many shards, and bytes of the files that it maps: whole parts, of which it has some rows.
+
+    asked, k: queries, and the longest lists that are asked for.
+    """
+    rows = sum(each.rows for each in database)
+    parts = 0
+    for start, stop in pairwise(rows * shard // shards for shard in range(shards + 1)):
+        touched, first = 0, 0
+        for each in database:
+            low, high = max(start - first, 0), min(stop - first, each.rows)
+            touched += sum(each.within(low, high)) if low < high else 0
+            first += each.rows
+        parts = max(parts, touched)
+    memory = SHARD_BYTES + -(-rows // shards) * SHARD_ROW_BYTES + min(asked, SHARD_QUERIES) * k * SHARD_ENTRY_BYTES
+    if not fetched:
+        return memory, parts
+    return memory + parts + max(max(each.part_bytes) for each in database), 0
+
+
+def measuring(
+    database: Sequence[Stored],
+    queries: Stored,
+    dim: int,
+    cells: int,
+    machines: Machines,
+    *,
+    depth: int,
+    itemsize: int = 2,
+    here: bool = True,
+    fetched: bool = False,
+) -> Work:
+    """Cells of a benchmark over the same rows: one search for all, then each one's ranks of its labelled rows.
+
+    depth: of the longest lists that an expansion looks at.
+    """
+    rows, asked = sum(each.rows for each in database), queries.rows
+    products = rows * asked * (1 + cells)
+    # In this process rows are read into one array, and held in float64 too.
+    memory, mapped = BASE_BYTES + rows * dim * (2 * itemsize + 8), 0
+    if not here:
+        memory, mapped = shard_memory(database, machines.workers, asked, depth, fetched)
     return Work(
         "cells",
         cells,
         products,
         2.0 * products * dim,
+        sum(each.bytes + each.manifest for each in (*database, queries)),
+        cells * (CELL_BYTES + asked * CELL_QUERY_BYTES),
+        requests=sum((each.loading() for each in (*database, queries)), OPEN * len(database)) + PUT * cells,
         worker_seconds=products * product_seconds(dim, machines),
-        worker_bytes=BASE_BYTES + rows * dim * 8,
+        worker_bytes=memory,
+        mapped=mapped,
     )
 
 
+def maps_bytes(rows: int, dim: int) -> int:
+    """Of the stored maps of that many rows."""
+    return MAPS_BYTES + 4 * centre_count(rows, dim) * dim * (dim + 1)
+
+
+def adapting_memory(features: Stored, adapted: Stored, dim: int, workers: int, fetched: bool) -> tuple[int, int]:
+    """Memory of the larger one of a shard that finds near neighbors and of a worker that maps rows, and bytes of the
+    files that it maps. The maps are learned by the command itself (`learning_bytes`).
+    """
+    sampled = len(sample_rows(features.rows, dim))
+    held = held_bytes([features]) if fetched else 0
+    # A part as an array and as the bytes of its file; its rows in float32, once for each of a few steps.
+    mapping = PROCESS_BYTES + held + 2 * max(adapted.part_bytes) + 3 * maps_bytes(features.rows, dim)
+    shard = shard_memory([features], workers, sampled, NEAR + 1, fetched)
+    return max(shard, (mapping, 0 if fetched else features.bytes), key=sum)
+
+
+def learning_bytes(rows: int, dim: int) -> int:
+    """Memory of the process that learns the maps: its sample with near neighbors, and differences at once."""
+    sampled = len(sample_rows(rows, dim))
+    return PROCESS_BYTES + sampled * (1 + NEAR) * dim * 4 + 2 * LEARNED_BYTES + 3 * maps_bytes(rows, dim)
+
+
 def adaptation(
-    features: Stored, adapted: Stored, dim: int, machines: Machines, *, itemsize: int = 2, here: bool = True
+    features: Stored,
+    adapted: Stored,
+    dim: int,
+    machines: Machines,
+    *,
+    itemsize: int = 2,
+    here: bool = True,
+    fetched: bool = False,
 ) -> Work:
     """A sample of the rows meets all rows, then every row goes through the maps of all centres.
 
@@ -118,11 +190,15 @@ def adaptation(
     rows = features.rows
     sampled, centres = len(sample_rows(rows, dim)), centre_count(rows, dim)
     products, holders = sampled * rows, 1 if here else machines.workers
-    maps = Stored((0, 0, 0), (MAPS_BYTES + 4 * centres * dim * (dim + 1), 0, 0), MANIFEST_BYTES + 3 * PART_ENTRY)
+    maps = Stored((0, 0, 0), (maps_bytes(rows, dim), 0, 0), MANIFEST_BYTES + 3 * PART_ENTRY)
     loads = 1 + holders  # of the maps: by whom they are handed out, and by each worker
     learning, mapping = (2.0 * count * centres * dim * dim for count in (sampled * NEAR, rows))
     opens = 1 if here else 2 * holders
-    vectors = sampled * NEAR * dim * 4 + 2 * LEARNED_BYTES  # neighbors; differences at once, and these weighted
+    facts = {"rows looked at": f"{sampled:,}", "centres": f"{centres}"}
+    memory, mapped = learning_bytes(rows, dim) + rows * dim * (itemsize + 4), 0
+    if not here:
+        memory, mapped = adapting_memory(features, adapted, dim, holders, fetched)
+        facts["memory of the command, which learns"] = f"{learning_bytes(rows, dim) >> 20:,} MiB"
     return Work(
         "adaptation",
         rows,
@@ -152,12 +228,10 @@ def adaptation(
         # One thread learns, each worker maps with one.
         worker_seconds=products * product_seconds(dim, machines)
         + (learning * machines.workers + mapping) / (machines.gflops * 1e9),
-        worker_bytes=BASE_BYTES
-        + -(-rows // holders) * dim * (itemsize + 4)
-        + max(vectors, 2 * max(adapted.part_bytes))
-        + 3 * maps.bytes,
+        worker_bytes=memory,
+        mapped=mapped,
         stored=adapted.bytes + maps.bytes,
-        facts={"rows looked at": f"{sampled:,}", "centres": f"{centres}"},
+        facts=facts,
     )
 
 
@@ -212,55 +286,9 @@ def growth(
         + grown.publishing()
         + index.publishing(),
         worker_seconds=seconds + weighs.seconds(touched, dim, machines),
-        worker_bytes=BASE_BYTES + memory + 2 * max(index.part_bytes),
+        worker_bytes=ROOM_BYTES + memory + 2 * max(index.part_bytes),
         stored=originals.bytes + grown.bytes + index.bytes,
         facts={"rows touched": f"about {touched:,} of {rows:,}", "rows searched again": f"about {stale:,}"},
-    )
-
-
-def finding_bytes(rows: int, dim: int, itemsize: int = 2) -> int:
-    """Memory of the process that finds the clusters of an approximate graph: all rows, and what each may search."""
-    return PROCESS_BYTES + rows * (dim * (FINDING_VALUE_BYTES + itemsize) + FINDING_ROW_BYTES)
-
-
-def approximate_graph(features: Stored, dim: int, k: int, machines: Machines, *, itemsize: int = 2) -> Work:
-    """An approximate graph before its clusters are found. How many of them a row searches is assumed: that shows only
-    when they are there, and products grow with it, up to those of an exact graph.
-    """
-    rows, clusters = features.rows, cluster_count(features.rows, k)
-    finding = clusters * min(PER_CENTROID * clusters, rows) * ITERATIONS + rows * clusters
-    finding += rows * (PLANNED_ROWS + MEASURED_ROWS)
-    inside = min(round(UNEVEN * ASSUMED_SEARCHED * rows * rows / clusters), rows * rows // 2)
-    graph, products = Stored.kind("neighbors", rows, k=k), finding + inside
-    assigned = 4 * DEPTH * rows
-    return Work(
-        "graph",
-        rows,
-        products,
-        2.0 * products * dim,
-        features.bytes * machines.workers + OPENS_HERE * features.manifest + assigned * (1 + machines.workers),
-        graph.written + assigned,
-        requests=features.loading() * machines.workers
-        + OPEN * OPENS_HERE
-        + MISSING
-        + ATTACH
-        + LOOK
-        + graph.publishing(),
-        # Each side of a pair is compared for itself, so a product is looked at once, not twice; the rest is as exact.
-        worker_seconds=products * product_seconds(dim, machines) + scoring_seconds(2 * k * rows, dim, machines.threads),
-        worker_bytes=BASE_BYTES
-        + features.bytes
-        + 4 * assigned
-        + BUFFER_BYTES * machines.threads
-        + 2 * max(graph.part_bytes),
-        scratch=assigned,
-        stored=graph.bytes,
-        facts={
-            "not exact": f"{clusters:,} clusters; a row is assumed to search {ASSUMED_SEARCHED} of them. How many "
-            "the recall needs is known once they are found; products grow with it, up to an exact graph's",
-            "products to find them, and to measure the recall": f"{finding:.3g}",
-            "memory of the command, which finds them": f"{finding_bytes(rows, dim, itemsize) >> 20:,} MiB",
-        },
     )
 
 
@@ -304,7 +332,7 @@ def training(
         + (PUT * 2 + DELETE) * (checks + 1)
         + MISSING,
         worker_seconds=weighs.seconds(lists, dim, machines) + products * product_seconds(dim, machines),
-        worker_bytes=BASE_BYTES + stored + 16 * parameters(network) + batch * (1 + k) * dim * 4 * 4 * network.layers,
+        worker_bytes=ROOM_BYTES + stored + 16 * parameters(network) + batch * (1 + k) * dim * 4 * 4 * network.layers,
         stored=weights,
         facts={"updates": f"{steps:,} of {batch} queries", "validations": f"{checks:,}"},
     )
@@ -339,7 +367,7 @@ def extraction(
         written=blocks.written + features.written,
         requests=Requests(gets=images) + blocks.publishing() + blocks.loading() + features.publishing() + OPEN * 2,
         worker_seconds=images * flops / (machines.flops * (1 if machines.gpus else NETWORK_SHARE)),
-        worker_bytes=BASE_BYTES * 2 + max(blocks.part_bytes),
+        worker_bytes=ROOM_BYTES * 2 + max(blocks.part_bytes),
         scratch=blocks.bytes,
         stored=features.bytes,
     )
@@ -355,7 +383,7 @@ def importing(rows: int, dim: int, source_bytes: int, dtype: str, labels: bool) 
         written=features.bytes + CLAIM_BYTES + features.manifest,
         requests=Requests(puts=5 + features.parts, gets=4, deletes=1),
         worker_seconds=rows * dim / IMPORT_VALUES_PER_SECOND,
-        worker_bytes=BASE_BYTES // 2 + 2 * max(features.part_bytes),
+        worker_bytes=ROOM_BYTES // 2 + 2 * max(features.part_bytes),
         stored=features.bytes,
         facts={"bytes of the files": f"{source_bytes:,}"},
     )
@@ -363,19 +391,3 @@ def importing(rows: int, dim: int, source_bytes: int, dtype: str, labels: bool) 
 
 def _name(itemsize: int) -> str:
     return {2: "float16", 4: "float32"}[itemsize]
-
-
-def summed(stage: str, works: Sequence[Work], **facts: Any) -> Work:
-    """Many like stages as one: everything is added, memory is the most that one needs."""
-    sums = {
-        name: sum(getattr(work, name) for work in works)
-        for name in ("rows", "products", "flops", "read", "written", "gathered", "worker_seconds", "stored")
-    }
-    return Work(
-        stage,
-        requests=sum((work.requests for work in works), Requests()),
-        worker_bytes=max((work.worker_bytes for work in works), default=0),
-        scratch=max((work.scratch for work in works), default=0),
-        facts=dict(facts),
-        **sums,
-    )

@@ -13,6 +13,7 @@ from typing import Any
 
 from lattqe.errors import LattqeError
 from lattqe.store.manifest import Manifest, part_row_counts, row_bytes
+from lattqe.store.parts import PARTS_AHEAD, RESIDENT_BYTES
 
 GB = 10**9
 PART_QUERIES = 8192  # of one part of the ranks, and the most that a death can cost
@@ -172,6 +173,12 @@ class Stored:
         return self.bytes + self.parts * RECEIPT_BYTES + CLAIM_BYTES + self.manifest
 
 
+def held_bytes(sets: Sequence[Stored]) -> int:
+    """Memory of a process that reads sets from S3: the parts that it keeps, and those that are on their way."""
+    kept = sum(min(each.bytes, RESIDENT_BYTES) for each in sets)
+    return kept + max((min(each.parts, 1 + PARTS_AHEAD) * max(each.part_bytes) for each in sets), default=0)
+
+
 @dataclass(frozen=True)
 class Machines:
     """A cluster of equal nodes, there or assumed. Bytes, bytes a second, dollars for a node and hour."""
@@ -235,9 +242,27 @@ class Work:
     requests: Requests = field(default_factory=Requests)
     worker_seconds: float = 0.0  # of arithmetic
     worker_bytes: int = 0  # memory of each worker
+    mapped: int = 0  # bytes of files that each worker maps beside it: one copy per node, which the system may drop
     scratch: int = 0  # bytes in storage while it runs
     stored: int = 0  # bytes in storage afterwards
     facts: dict[str, str] = field(default_factory=dict)  # what else the plan says: blocks, pairs
+
+
+def summed(stage: str, works: Sequence[Work], **facts: Any) -> Work:
+    """Many like stages as one: everything is added, memory is the most that one needs."""
+    sums = {
+        name: sum(getattr(work, name) for work in works)
+        for name in ("rows", "products", "flops", "read", "written", "gathered", "worker_seconds", "stored")
+    }
+    return Work(
+        stage,
+        requests=sum((work.requests for work in works), Requests()),
+        worker_bytes=max((work.worker_bytes for work in works), default=0),
+        mapped=max((work.mapped for work in works), default=0),
+        scratch=max((work.scratch for work in works), default=0),
+        facts=dict(facts),
+        **sums,
+    )
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,28 @@ def test_hops_of_a_method_are_a_row_and_have_no_limit_of_rows(run: Run, tmp_path
     assert row["map"]["oxford+distractors"]["hard"] == pytest.approx(100 * expected, abs=1e-6)
 
 
+def test_an_adaptation_counts_for_the_row_that_uses_it(run: Run, tmp_path: Path) -> None:
+    rows, asked = Setting("aqe", 4, (("adapt", True),)), Setting("aqe", 4)
+    adapted = GraphCandidate("aqe", "adapted", "fixed", (Pipeline(rows, asked),))
+    chosen = dataclasses.replace(run, methods=FIXED[:1], graph_methods=(adapted,))
+    bench = Bench(chosen, str(tmp_path))
+    fill(bench)
+    for dataset in chosen.datasets_of("test"):  # seconds that no machine has, so that each part of the sum shows
+        key = bench._index_key(Cell(dataset.name, None, rows, asked))
+        spent = bench.indexes.seconds(key)
+        assert spent is not None
+        assert set(spent) == {"adapt", "graph", "augment"}
+        assert min(spent.values()) > 0
+        bench.indexes.costs.write(f"{key}.json", b'{"adapt": 3000, "augment": 500, "graph": 70000}')
+    results = assemble(chosen, bench, FACTS)
+    row = next(row for row in results["everything"] if row["label"] == "adapted")
+    sizes = [bench.sizes(dataset.name)[0] for dataset in chosen.datasets_of("test")]
+    assert row["seconds_per_million_rows"] == pytest.approx(1e6 * 3500 * len(sizes) / sum(sizes), rel=0.01)
+    page = render_page(results)
+    assert "needs a graph of its own" in page
+    assert "3000.00" in page
+
+
 def test_queries_that_are_rows_never_find_themselves(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((60, 8)).astype(np.float32)
