@@ -199,13 +199,13 @@ def adapted_rows(
     from lattqe import augmentation
     from lattqe.adaptation import sample_rows
 
-    started = time.monotonic()
+    started, memory = time.monotonic(), dict[str, int]()
     looked_at = f"{len(sample_rows(original.rows, original.dim)):,} of {original.rows:,} rows"
     where = f"{to.rstrip('/')}/{augmentation.ADAPTED}"
     show_table("adaptation", {"learned from": f"the nearest neighbors of {looked_at}, without labels", "to": where})
     with progress_bar("adapt", original.rows) as bar:
         if here:
-            made, memory = augmentation.adapted_rows(original, to, bar.advance), {}
+            made = augmentation.adapted_rows(original, to, bar.advance)
         else:
             from cluster.augmentation import adapted_rows as on_ray_workers
 

@@ -39,7 +39,7 @@ IMPORT_VALUES_PER_SECOND = 120e6
 SHARD_BYTES, SHARD_ROW_BYTES, SHARD_ENTRY_BYTES = 373 << 20, 60, 117
 SHARD_QUERIES = 1024  # of a block that all shards are asked at once
 ROOM_BYTES = 512 << 20  # of a process with torch and what it has at hand, where no more is known
-CELL_BYTES, CELL_QUERY_BYTES = 700, 130  # of a stored cell, and for each query, judged in two ways
+CELL_BYTES, CELL_QUERY_BYTES = 500, 105  # of a stored cell, and for each query, judged in two ways
 MAPS_BYTES = 300  # of stored maps beside their numbers
 BACKWARD = 3  # times the work of going forward that an update of a network takes: forward, and back for both factors
 
@@ -141,7 +141,7 @@ def measuring(
         cells,
         products,
         2.0 * products * dim,
-        sum(each.bytes + each.manifest for each in (*database, queries)),
+        queries.bytes + sum(each.bytes + each.manifest for each in database),
         cells * (CELL_BYTES + asked * CELL_QUERY_BYTES),
         requests=sum((each.loading() for each in (*database, queries)), OPEN * len(database)) + PUT * cells,
         worker_seconds=products * product_seconds(dim, machines),
