@@ -277,10 +277,9 @@ def append(
     """
     from cluster import runs_here
     from lattqe.augmentation import ORIGINALS, Recipe
-    from lattqe.augmentation.growth import adapted_newcomers, plan_growth
+    from lattqe.augmentation.growth import adapted_newcomers, check_joinable, join_features, kept_rows, plan_growth
     from lattqe.device import resident_bytes
     from lattqe.store import FeatureSet
-    from lattqe.store.writer import check_joinable, join_features, kept_rows
 
     check_reach(reach)
     if not to:

@@ -1,4 +1,4 @@
-"""What a driver does with a hundred million rows stays below 2 GiB: opening, planning, listing, looking up ids.
+"""A driver of a hundred million rows stays below 2 GiB: opening, planning, listing, looking up ids, joining.
 
 The rows are forged: one part of 50,000 rows under two thousand names, so that all that is read is there and sound.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from lattqe.store import Manifest, features_table, neighbors_table
+from lattqe.store import FeatureWriter, Manifest, features_table, neighbors_table
 from lattqe.store.manifest import Part, checksum, schema_columns
 from lattqe.store.parts import encode_part
 from lattqe.store.pending import part_name
@@ -38,15 +38,14 @@ threading.Thread(target=watch, daemon=True).start()
 from cluster.graph import Progress
 from cluster.growth import SLAB_ROWS, _Driver
 from lattqe.augmentation import Augmentation, begin_index
-from lattqe.augmentation.growth import Growth
+from lattqe.augmentation.growth import Growth, join_features, kept_rows
 from lattqe.augmentation.index import items_to_do
 from lattqe.cost.rows import graph_on_ray
 from lattqe.cost.work import Machines, Stored
 from lattqe.search.stored import GraphTask, begin_graph, check_sets, measure_products
 from lattqe.store import FeatureSet, NeighborGraph, Pending, part_row_counts, row_bytes
-from lattqe.store.writer import kept_rows
 
-features, graph, to = sys.argv[1:]
+features, graph, new, to = sys.argv[1:]
 stored = FeatureSet.open(features)
 found = {"rows": stored.rows, "lists": NeighborGraph.open(graph).rows}
 
@@ -68,6 +67,7 @@ index = begin_index(Augmentation(features, graph, f"{to}/index", "aqe", 2, {}))
 found["items"] = len(items_to_do(index, 4096)[0])
 kept = kept_rows(stored, ["row 7", "row 49999"])
 found["kept"] = len(kept)
+found["joined"] = join_features(stored, kept, FeatureSet.open(new), f"{to}/joined").rows
 
 growth = Growth(features, graph, f"{to}/grown", kept, 2, None)
 pending = Pending.begin(growth.to, "neighbors", {"k": 2}, part_row_counts(len(kept), row_bytes("neighbors", {"k": 2})))
@@ -99,7 +99,7 @@ def forge(folder, kind, table, fields):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # fifteen seconds of one core, which a busy machine may not give soon
+@pytest.mark.timeout(900)  # less than a minute of one core, which a busy machine may not give soon
 def test_a_driver_of_a_hundred_million_rows_stays_below_two_gigabytes(tmp_path):
     vectors = np.zeros((PART_ROWS, 4), np.float16)
     vectors[np.arange(PART_ROWS), np.arange(PART_ROWS) % 4] = 1
@@ -107,8 +107,12 @@ def test_a_driver_of_a_hundred_million_rows_stays_below_two_gigabytes(tmp_path):
     features = forge(tmp_path / "rows", "features", features_table(ids, vectors), {"dim": 4, "dtype": "float16"})
     lists = neighbors_table(np.full((PART_ROWS, 2), -1, np.int32), np.zeros((PART_ROWS, 2), np.float32))
     graph = forge(tmp_path / "graph", "neighbors", lists, {"k": 2})
+    with FeatureWriter(str(tmp_path / "new"), 4) as writer:
+        writer.append(np.eye(4), [f"new {row}" for row in range(4)])
     ran = subprocess.run(
-        [sys.executable, "-c", DRIVER, features, graph, str(tmp_path / "out")], capture_output=True, text=True
+        [sys.executable, "-c", DRIVER, features, graph, str(tmp_path / "new"), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
     )
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])
@@ -117,6 +121,7 @@ def test_a_driver_of_a_hundred_million_rows_stays_below_two_gigabytes(tmp_path):
     assert found["items"] > 20_000
     assert found["by pairs"] == found["by rows"] == [64, True], "every worker has something to begin with"
     assert found["kept"] == ROWS - 2
+    assert found["joined"] == ROWS + 2
     finding, searching, publishing = found["grown"]
     assert finding == publishing > 20
     assert searching > 96, "2.4 million rows that are searched, by groups, in 96 slabs"

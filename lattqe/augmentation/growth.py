@@ -1,15 +1,19 @@
 """Which rows of an index stay as they are when its database grows or shrinks, and what the others cost.
 
+Originals that stay and those that join become one set; parts of which every row stays are copied by the storage.
 The graph is updated in this process, or on Ray (`cluster.growth`), with the same bytes. Either way it is said beside
 each of its parts which rows of the old index can be taken over.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import xxhash
 
 from lattqe.augmentation.recipe import (
     ADAPTATION,
@@ -22,12 +26,13 @@ from lattqe.augmentation.recipe import (
     read_reusable,
     write_reusable,
 )
-from lattqe.errors import CorruptDataError
+from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
 from lattqe.search.graph import update_graph
-from lattqe.search.rows import Clock
+from lattqe.search.rows import Clock, tiles
 from lattqe.store import (
     FeatureSet,
+    FeatureWriter,
     MissingFileError,
     NeighborGraph,
     Pending,
@@ -38,9 +43,14 @@ from lattqe.store import (
     row_bytes,
     save_model,
 )
-from lattqe.store.features import Kept
+from lattqe.store.features import Kept, check_same_naming, joined_names, renumbered
+from lattqe.store.manifest import DEFAULT_PART_BYTES
+from lattqe.store.parts import column_matrix
 from lattqe.store.place import open_place
+from lattqe.store.writer import JOIN_ROWS, check_same_vectors
 from lattqe.whitening import whiten_features
+
+IDS_AT_ONCE = 1 << 21  # at least, that are looked up in one pass through a set
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,132 @@ def reusable_rows(before: np.ndarray, after: np.ndarray, old: np.ndarray) -> np.
     """
     same = (before == after[: len(before)]).all(axis=1)
     return np.concatenate([np.where(same, old, -1), np.full(len(after) - len(before), -1)]).astype(np.int64)
+
+
+def kept_rows(old: FeatureSet, removed: Collection[str]) -> Kept:
+    """The rows of `old` that stay when the ids `removed` go; ids that are not there are refused."""
+    gone = sorted(set(removed))
+    rows = old.find_ids(gone)
+    unknown = np.flatnonzero(rows < 0)
+    if len(unknown):
+        raise LattqeError(f"{len(unknown)} ids to remove are not in {old.uri}, the first is {gone[unknown[0]]!r}")
+    if len(gone) == old.rows:
+        raise LattqeError(f"all {old.rows} rows of {old.uri} would be removed: nothing would be left")
+    return Kept(old.rows, np.sort(rows))
+
+
+def check_joinable(old: FeatureSet, new: FeatureSet) -> None:
+    """Refuse sets whose rows cannot stand in one table."""
+    check_same_vectors(old, new)
+    if old.manifest.fields["columns"] != new.manifest.fields["columns"]:
+        raise LattqeError(
+            f"{new.uri} has columns {new.columns}, {old.uri} has {old.columns}: import the new rows like the old ones"
+        )
+    check_same_naming(old, new)
+
+
+def join_features(
+    old: FeatureSet, kept: Kept, new: FeatureSet | None, to: str, part_bytes: int = DEFAULT_PART_BYTES
+) -> FeatureSet:
+    """Put the rows of `old` that are kept, then all of `new`, to `to`; values are copied, never rounded again.
+
+    Parts of `old` that stay whole are copied by the storage; other rows come through this process, some at a time.
+    Labels with names are matched by name: new names follow those of `old`, whose numbers stay.
+    """
+    sets = [old] if new is None else [old, new]
+    names = joined_names(*sets)
+    schema = old.table(0, 1).schema
+    extra = [column for column in schema if column.name not in ("id", "vector", "label")]
+    inputs = {"old": old.as_input()} | ({"new": new.as_input()} if new is not None else {})
+    if ADAPTATION in old.manifest.inputs:  # both went through it, and so must queries
+        inputs[ADAPTATION] = dict(old.manifest.inputs[ADAPTATION])
+    writer = FeatureWriter(
+        to,
+        old.dim,
+        old.dtype,
+        labels=old.has_labels,
+        inputs=inputs,
+        normalise=False,
+        extra=extra,
+        label_names=names,
+        config={"job": "join", "kept": _digest(kept)},
+        part_bytes=part_bytes,
+        unique=True,
+    )
+    if writer.finished is not None:
+        return writer.finished
+    more = [column.name for column in extra]
+    with writer:
+        if new is not None:
+            _refuse_repeated(old, kept, new)
+        for whole, numbers in _runs(old, kept, part_bytes):
+            if whole:
+                writer.adopt(old, numbers)
+            else:
+                first, last = (row - int(np.searchsorted(kept.removed, row)) for row in _rows_of(old, numbers))
+                for start, stop in tiles(last - first, JOIN_ROWS):
+                    _copy(old, kept.old(first + start, first + stop), writer, more, names)
+        for start, stop in tiles(0 if new is None else new.rows, JOIN_ROWS):
+            _copy(sets[-1], np.arange(start, stop), writer, more, names)
+    return FeatureSet.open(to)
+
+
+def _runs(old: FeatureSet, kept: Kept, part_bytes: int) -> Iterator[tuple[bool, range]]:
+    """The parts of a set in runs: those that are copied whole, and those whose rows are written again."""
+    counts = np.diff(np.searchsorted(kept.removed, old.parts.starts))
+    whole = counts == 0
+    whole[len(whole) - small_parts([part.bytes for part in old.manifest.parts], part_bytes) :] = False
+    for copied, run in groupby(range(len(whole)), lambda number: bool(whole[number])):
+        numbers = list(run)
+        yield copied, range(numbers[0], numbers[-1] + 1)
+
+
+def small_parts(sizes: Sequence[int], part_bytes: int = DEFAULT_PART_BYTES) -> int:
+    """How many of the last parts, of that many bytes each, are less than half a part together.
+
+    Rows that join are put into one part with theirs: else each of many small growths would leave a part.
+    """
+    return int(np.searchsorted(np.cumsum(sizes[::-1]), part_bytes / 2))
+
+
+def _rows_of(features: FeatureSet, parts: range) -> tuple[int, int]:
+    """First and last+1 row of some parts."""
+    return int(features.parts.starts[parts.start]), int(features.parts.starts[parts.stop])
+
+
+def _refuse_repeated(old: FeatureSet, kept: Kept, new: FeatureSet) -> None:
+    """Refuse rows that join with an id of a row that stays, or with one id for two of them."""
+    for start, ids in new.id_runs(IDS_AT_ONCE):
+        twice = new.find_ids(ids) != np.arange(start, start + len(ids))
+        there = kept.new(old.find_ids(ids)) >= 0
+        for wrong, where in ((twice, "twice in it"), (there, f"in {old.uri} already")):
+            if wrong.any():
+                first = ids[int(np.flatnonzero(wrong)[0])].as_py()
+                raise LattqeError(
+                    f"ids must be unique, but {int(wrong.sum())} ids of {new.uri} are {where}, the first is {first!r}: "
+                    "leave these rows out, or remove the old ones in the same step"
+                )
+
+
+def _digest(kept: Kept) -> str:
+    """Of the row numbers that stay."""
+    digest = xxhash.xxh3_128()
+    for start, stop in tiles(len(kept), JOIN_ROWS):
+        digest.update(kept.old(start, stop).astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _copy(
+    source: FeatureSet, rows: np.ndarray, writer: FeatureWriter, extra: list[str], names: list[str] | None
+) -> None:
+    """Append some rows (ascending) of one set to another."""
+    first = int(rows[0])
+    table = source.table(first, int(rows[-1]) + 1).take(pa.array(rows - first)).combine_chunks()
+    labels = table.column("label").to_numpy() if source.has_labels else None
+    if labels is not None and names is not None:
+        labels = renumbered(labels, source, {name: number for number, name in enumerate(names)})
+    vectors = column_matrix(table.column("vector").combine_chunks())
+    writer.append(vectors, table.column("id").combine_chunks(), labels, {name: table.column(name) for name in extra})
 
 
 def adapted_newcomers(old_index: FeatureSet, new: FeatureSet | None, to: str) -> FeatureSet | None:

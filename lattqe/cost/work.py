@@ -38,6 +38,7 @@ START_SECONDS = 600.0
 # What S3 calls its operations, by their price.
 PUT_OPERATIONS = (
     "PutObject",
+    "CopyObject",
     "CreateMultipartUpload",
     "UploadPart",
     "CompleteMultipartUpload",

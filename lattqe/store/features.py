@@ -219,11 +219,28 @@ class FeatureSet(StoredRows):
         asked = string_column(ids)
         wanted = asked.unique()
         rows = np.full(len(wanted) + 1, -1, np.int64)
-        for start, batch in self.parts.slices(0, self.rows if len(wanted) else 0, keep=False):
-            found = pc.fill_null(pc.index_in(batch.column("id"), wanted), len(wanted)).to_numpy()
+        for start, stored in self.id_runs(len(wanted)):
+            found = pc.fill_null(pc.index_in(stored, wanted), len(wanted)).to_numpy()
             there = np.flatnonzero(found < len(wanted))
             rows[found[there]] = start + there
         return rows[pc.fill_null(pc.index_in(asked, wanted), len(wanted)).to_numpy()]
+
+    def id_runs(self, least: int) -> Iterator[tuple[int, pa.ChunkedArray]]:
+        """(first row, ids) over all rows, at least so many at a time; none where that is 0.
+
+        Each look-up makes a table of what it looks for: there shall not be one for every part.
+        """
+        held: list[pa.Array] = []
+        first = count = 0
+        for _, batch in self.parts.slices(0, self.rows if least else 0, keep=False):
+            ids = batch.column("id")
+            held.append(pa.concat_arrays([ids, ids.slice(0, 0)]))  # a copy: a view would hold the vectors, too
+            count += len(ids)
+            if count >= least:
+                yield first, pa.chunked_array(held)
+                first, count, held = first + count, 0, []
+        if held:
+            yield first, pa.chunked_array(held)
 
     def id_column(self, start: int = 0, stop: int | None = None) -> pa.ChunkedArray:
         """Ids of rows start..stop, as they are stored."""

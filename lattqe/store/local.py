@@ -178,6 +178,21 @@ class LocalPlace(Place):
                 raise AlreadyExistsError(f"{path} exists already") from None
             _sync_folder(path.parent)
 
+    def copy_from(self, source: Place, there: str, name: str) -> bool:
+        """A second name for a file of the same disk: what is stored is never written to, only replaced or removed."""
+        if not isinstance(source, LocalPlace):
+            return False
+        path, known = self.file(name), os.path.realpath(source.file(there))
+        with explained("write", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(known, path)  # the manifest, which comes last, brings the names in its folder to the disk
+        except FileExistsError:
+            return os.path.samefile(known, path)
+        except OSError:  # another disk, too many names for one file, not permitted, or no such file
+            return False
+        return True
+
     def replace(self, name: str, data: Bytes, seen: bytes | None) -> None:
         """Compare and replace while the folder is locked: the lock ends with its process, however that ends."""
         path = self.file(name)

@@ -118,6 +118,13 @@ class Place(ABC):
     def create(self, name: str, data: Bytes) -> None:
         """Put the whole file there if the name is free, else AlreadyExistsError; of many callers one succeeds."""
 
+    def copy_from(self, source: "Place", there: str, name: str) -> bool:
+        """Let the storage put the file `there` of another place here as `name`, in the place of what was there.
+
+        The bytes do not come through this process. False where the storage cannot do it: nothing has happened then.
+        """
+        return False
+
     @abstractmethod
     def replace(self, name: str, data: Bytes, seen: bytes | None) -> None:
         """Put the whole file in the place of one that holds `seen` (None: of none), else ChangedError.

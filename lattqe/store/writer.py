@@ -1,30 +1,18 @@
-"""Writing a feature set as it streams by (any number of rows in the memory of two parts), and joining stored ones."""
+"""Writing a feature set as it streams by: any number of rows in the memory of two parts."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import xxhash
 
 from lattqe.errors import AlreadyExistsError, LattqeError
-from lattqe.store.features import (
-    MAX_DIM,
-    NORM_TOLERANCE,
-    FeatureSet,
-    IdRegister,
-    Kept,
-    as_matrix,
-    bad_ids,
-    check_same_naming,
-    joined_names,
-    normalised,
-    norms,
-    renumbered,
-)
+from lattqe.store.features import MAX_DIM, NORM_TOLERANCE, FeatureSet, IdRegister, as_matrix, bad_ids, normalised, norms
 from lattqe.store.manifest import (
     DEFAULT_PART_BYTES,
     PLAN,
@@ -35,13 +23,14 @@ from lattqe.store.manifest import (
     features_schema,
     schema_columns,
 )
-from lattqe.store.parts import column_matrix, encode_part, features_table, string_column
+from lattqe.store.parts import encode_part, features_table, load_part, string_column
 from lattqe.store.pending import check_inputs, claim, make_plan, part_name, publish_manifest
 from lattqe.store.place import UnavailableError, open_place
 
 # Values converted in one go: what the writer needs does not depend on how much comes at once.
 APPEND_VALUES = 4 << 20
 JOIN_ROWS = 16384  # copied at a time
+PARALLEL_COPIES = 8  # of whole parts, by the storage
 
 
 class FeatureWriter:
@@ -50,6 +39,8 @@ class FeatureWriter:
     Where the destination holds the same finished set already (same configuration and inputs), `finished` is that set
     and nothing can be appended. Leaving the `with` block with an error removes the parts written, unless the storage
     is out of reach: then the same command continues later.
+
+    `unique`: it is known that no id comes twice, so nothing of the ids is kept to find out.
     """
 
     def __init__(
@@ -65,6 +56,7 @@ class FeatureWriter:
         part_bytes: int = DEFAULT_PART_BYTES,
         extra: Sequence[pa.Field] = (),
         label_names: Sequence[str] | None = None,
+        unique: bool = False,
     ) -> None:
         if not 1 <= dim <= MAX_DIM:
             raise LattqeError(f"dimension {dim} cannot be stored: 1 to {MAX_DIM} can")
@@ -84,7 +76,7 @@ class FeatureWriter:
         self._held_bytes = 0
         self._parts: list[Part] = []
         self._created: list[str] = []
-        self._ids = IdRegister()
+        self._ids = None if unique else IdRegister()
         self.place = open_place(uri)
         self.uri = self.place.uri
         there = claim(self.place, self._plan)
@@ -132,8 +124,31 @@ class FeatureWriter:
         self.seen += len(vectors)
         self.rows += table.num_rows
         if table.num_rows:
-            self._ids.add(table.column("id"))
+            if self._ids is not None:
+                self._ids.add(table.column("id"))
             self._hold(table)
+
+    def adopt(self, source: FeatureSet, numbers: Sequence[int]) -> None:
+        """Add whole parts of another set with the same columns, as they are: the storage copies them where it can.
+
+        Their checksums are those of the other set. What a killed run left of them is replaced by the same bytes, which
+        takes less than reading it. For writers of ids that are known to be unique.
+        """
+        if self._held:
+            self._flush()
+        first, known = len(self._parts), [source.manifest.parts[number] for number in numbers]
+        parts = [replace(part, name=part_name(first + place)) for place, part in enumerate(known)]
+
+        def copy(part: Part, ours: Part) -> None:
+            if not self.place.copy_from(source.place, part.name, ours.name):
+                self.place.write(ours.name, load_part(source.place, part))
+
+        self._created += [part.name for part in parts if part.name not in self._there]
+        with ThreadPoolExecutor(PARALLEL_COPIES) as pool:
+            list(pool.map(copy, known, parts))
+        self._parts += parts
+        self.rows += sum(part.rows for part in parts)
+        self.seen += sum(part.rows for part in parts)
 
     def _prepare(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The vectors as they are stored, and which of them are fit to be (n,)."""
@@ -205,7 +220,7 @@ class FeatureWriter:
             )
         if self._held:
             self._flush()
-        repeated = self._ids.duplicates(limit=3)
+        repeated = [] if self._ids is None else self._ids.duplicates(limit=3)
         if repeated:
             named = ", ".join(f"{self._id(rows[0])!r} (rows {', '.join(map(str, rows))})" for rows in repeated)
             raise LattqeError(f"ids must be unique, but some are repeated: {named}")
@@ -283,18 +298,6 @@ def _bytes_of_rows(table: pa.Table) -> np.ndarray:
     return needs
 
 
-def kept_rows(old: FeatureSet, removed: Collection[str]) -> Kept:
-    """The rows of `old` that stay when the ids `removed` go; ids that are not there are refused."""
-    gone = sorted(set(removed))
-    rows = old.find_ids(gone)
-    unknown = np.flatnonzero(rows < 0)
-    if len(unknown):
-        raise LattqeError(f"{len(unknown)} ids to remove are not in {old.uri}, the first is {gone[unknown[0]]!r}")
-    if len(gone) == old.rows:
-        raise LattqeError(f"all {old.rows} rows of {old.uri} would be removed: nothing would be left")
-    return Kept(old.rows, np.sort(rows))
-
-
 def check_same_vectors(old: FeatureSet, new: FeatureSet) -> None:
     """Refuse sets whose vectors cannot stand in one matrix."""
     for name in ("dim", "dtype"):
@@ -303,74 +306,6 @@ def check_same_vectors(old: FeatureSet, new: FeatureSet) -> None:
                 f"{new.uri} has {name} {getattr(new, name)}, {old.uri} has {getattr(old, name)}: "
                 "import the new rows like the old ones"
             )
-
-
-def check_joinable(old: FeatureSet, new: FeatureSet) -> None:
-    """Refuse sets whose rows cannot stand in one table."""
-    check_same_vectors(old, new)
-    if old.manifest.fields["columns"] != new.manifest.fields["columns"]:
-        raise LattqeError(
-            f"{new.uri} has columns {new.columns}, {old.uri} has {old.columns}: import the new rows like the old ones"
-        )
-    check_same_naming(old, new)
-
-
-def join_features(old: FeatureSet, kept: Kept, new: FeatureSet | None, to: str) -> FeatureSet:
-    """Write the rows of `old` that are kept, then all of `new`, to `to`; values are copied, never rounded again.
-
-    Labels with names are matched by name: new names follow those of `old`, whose numbers stay.
-    """
-    sets = [old] if new is None else [old, new]
-    names = joined_names(*sets)
-    schema = old.table(0, 1).schema
-    extra = [column for column in schema if column.name not in ("id", "vector", "label")]
-    inputs = {"old": old.as_input()} | ({"new": new.as_input()} if new is not None else {})
-    if "adaptation" in old.manifest.inputs:  # both went through it, and so must queries
-        inputs["adaptation"] = dict(old.manifest.inputs["adaptation"])
-    writer = FeatureWriter(
-        to,
-        old.dim,
-        old.dtype,
-        labels=old.has_labels,
-        inputs=inputs,
-        normalise=False,
-        extra=extra,
-        label_names=names,
-        config={"job": "join", "kept": _digest(kept)},
-    )
-    if writer.finished is not None:
-        return writer.finished
-    with writer:
-        for source in sets:
-            stays = kept if source is old else Kept(source.rows, np.empty(0, np.int64))
-            for start, stop in _cuts(len(stays)):
-                _copy(source, stays.old(start, stop), writer, [column.name for column in extra], names)
-    return FeatureSet.open(to)
-
-
-def _digest(kept: Kept) -> str:
-    """Of the row numbers that stay."""
-    digest = xxhash.xxh3_128()
-    for start, stop in _cuts(len(kept)):
-        digest.update(kept.old(start, stop).astype("<i8").tobytes())
-    return digest.hexdigest()
-
-
-def _cuts(rows: int) -> list[tuple[int, int]]:
-    return [(start, min(start + JOIN_ROWS, rows)) for start in range(0, rows, JOIN_ROWS)]
-
-
-def _copy(
-    source: FeatureSet, rows: np.ndarray, writer: FeatureWriter, extra: list[str], names: list[str] | None
-) -> None:
-    """Append some rows (ascending) of one set to another."""
-    first = int(rows[0])
-    table = source.table(first, int(rows[-1]) + 1).take(pa.array(rows - first)).combine_chunks()
-    labels = table.column("label").to_numpy() if source.has_labels else None
-    if labels is not None and names is not None:
-        labels = renumbered(labels, source, {name: number for number, name in enumerate(names)})
-    vectors = column_matrix(table.column("vector").combine_chunks())
-    writer.append(vectors, table.column("id").combine_chunks(), labels, {name: table.column(name) for name in extra})
 
 
 def stack_features(sets: Sequence[FeatureSet], to: str) -> FeatureSet:

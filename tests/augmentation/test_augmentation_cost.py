@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lattqe.augmentation import Augmentation, Recipe, begin_index, build_index
-from lattqe.augmentation.growth import plan_growth
+from lattqe.augmentation.growth import join_features, kept_rows, plan_growth
 from lattqe.expansion import create
 from lattqe.expansion.rows import augment_rows
 from lattqe.model import LAttQE, LAttQEConfig
@@ -14,7 +14,6 @@ from lattqe.search.index import StoredIndex
 from lattqe.search.rows import Clock
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter
-from lattqe.store.writer import join_features, kept_rows
 
 ROWS, DIM, K = 2_000, 8, 48
 

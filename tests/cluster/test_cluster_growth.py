@@ -13,12 +13,11 @@ from killing import killed_midway
 
 import cluster.growth
 from cluster.growth import FIND, SEARCH, GrowthWorker, _Driver
-from lattqe.augmentation.growth import Growth, grow_here
+from lattqe.augmentation.growth import Growth, grow_here, join_features, kept_rows
 from lattqe.augmentation.recipe import read_reusable
 from lattqe.search import knn_graph
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Pending, open_place
-from lattqe.store.writer import join_features, kept_rows
 
 DIM, K = 8, 6
 

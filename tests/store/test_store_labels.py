@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from lattqe.augmentation.growth import check_joinable, join_features, kept_rows
 from lattqe.benchmark.cells import Inputs
 from lattqe.benchmark.spec import Dataset
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import FeatureSet, FeatureWriter, comparable_labels
 from lattqe.store.artifacts import verify_artifact
-from lattqe.store.writer import check_joinable, join_features, kept_rows
 from lattqe.training.plan import check_apart, load
 from lattqe.training.validation import load_set
 
