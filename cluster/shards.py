@@ -20,6 +20,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.blocks import ACTOR_LOST, user_error
+from cluster.graph_worker import threads_for
 from cluster.monitor import Watch
 from cluster.session import gpus_available
 from lattqe.cost.work import Stored
@@ -352,10 +353,8 @@ def default_shards(rows: int) -> int:
 
 
 def shard_resources(shards: int, cpus: int | None = None) -> dict[str, float]:
-    """What one shard asks for: a GPU where there are any, and its share of the CPUs, as far as one node has them."""
-    nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
-    share = int(min(sum(nodes) // shards, min((owned for owned in nodes if owned >= 1), default=1)))
-    resources: dict[str, float] = {"CPU": cpus or max(share, 1)}
+    """What one shard asks for: a GPU where there are any, and its share of the CPUs, as far as the nodes have room."""
+    resources: dict[str, float] = {"CPU": cpus or threads_for(shards)}
     return resources | {"GPU": 1} if gpus_available() else resources
 
 

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from cluster.session import ray_session
-from cluster.shards import Shard, ShardedIndex, ShardPolicy, cut_pieces
+from cluster.shards import Shard, ShardedIndex, ShardPolicy, cut_pieces, shard_resources
 from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex
 from lattqe.store import FeatureSet, FeatureWriter
@@ -137,6 +137,17 @@ def test_missing_resources_are_named_in_time(crowded):
     with pytest.raises(LattqeError, match=r"40 shards need 40 CPU \(the cluster has 7, .*not granted within 1 s"):
         ShardedIndex(crowded[0].uri, 40, policy=ShardPolicy(start_timeout=1))
     assert not [group for group in ray.util.placement_group_table().values() if group["state"] == "PENDING"]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "shards", "each"), [((8, 8, 8), 4, 4), ((8, 8, 8), 3, 8), ((16, 2), 3, 5), ((0, 2, 2), 4, 1), ((2,), 5, 1)]
+)
+def test_shards_take_as_many_cpus_as_leave_room_for_all(monkeypatch, cpus, shards, each):
+    """Four shards on three nodes of 8 CPUs: a share of all would be 6, which only three of them could get."""
+    nodes = [{"Alive": True, "Resources": {"CPU": float(owned)}} for owned in cpus]
+    monkeypatch.setattr("cluster.shards.ray.nodes", lambda: nodes)
+    assert shard_resources(shards) == {"CPU": each}
+    assert shard_resources(shards, cpus=1) == {"CPU": 1}
 
 
 def test_rows_that_cannot_fit_are_refused(crowded, monkeypatch):
