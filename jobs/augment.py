@@ -108,6 +108,8 @@ def main(
     adapt = chosen_adapting(theta, adapt, neighbors, original)
     given = given_graph(neighbors, original, theta.depth(k)) if neighbors is not None else None
     if (where := setting(plan, assume, original.rows, workers, address, cache)) is not None:
+        if given is not None:
+            note_approximate(given)
         shards = None if reach == "auto" else reach == "shards"
         works = plans.augment_by(original, theta, k, hops, where, graph=given, shards=shards, adapt=adapt)
         tell(works, where, not original.place.is_local, json)

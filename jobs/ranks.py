@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jobs.console import (
+    APPROXIMATE_GRAPH,
     Json,
     answers,
     command,
@@ -168,6 +169,7 @@ def gallery(
     place, name = _page(to)
     mine = JudgedRanks.open(ranks, truth, database, query_features, distractors)
     other = None if against is None else JudgedRanks.open(against, truth, None, query_features, distractors)
+    note_approximate(*(each.ranks for each in (other, mine) if each is not None))
     gallery = Gallery(mine, other, setup)
     order = sort or gallery.default_order()
     _check_order(order, gallery)
@@ -220,7 +222,8 @@ def _check_order(order: str, gallery: "Gallery") -> None:
 def _describe(ranks: "JudgedRanks") -> str:
     expand = ranks.ranks.manifest.config.get("expand")
     how = "no expansion" if not expand else f"{expand['method']}, {expand['k']} neighbors"
-    return f"{ranks.ranks.uri} ({how})"
+    lacks = ranks.ranks.manifest.approximation
+    return f"{ranks.ranks.uri} ({how})" + ("" if lacks is None else f", based on {APPROXIMATE_GRAPH}: {lacks}")
 
 
 def _summary(to: str, page: str, cards: "list[Card]", missing: list[str], gallery: "Gallery") -> dict[str, Any]:

@@ -74,6 +74,7 @@ def main(
     expansion = make_expansion(expand, nqe, params or {}, sources[0])
     rows = sum(each.rows for each in sources)
     check_k(k, rows)
+    note_approximate(*sources)
     if (where := setting(plan, assume, rows, workers, address, cache)) is not None:
         tell([planned(sources, asked, k, expansion, where)], where, not sources[0].place.is_local, json)
         return
@@ -82,7 +83,6 @@ def main(
     if expansion is not None and expansion.k > rows:
         note = f"note: nQE = {expansion.k:,} is more than the {rows:,} rows: all of them are weighed"
         screen.print(note, markup=False, soft_wrap=True)
-    note_approximate(*sources)
     space = space_of(sources, asked)
     pending = begin_ranks(to, k, sources, asked, expansion)
     facts: dict[str, Any] = {"ranks": to, "queries": asked.rows, "k": k}

@@ -16,7 +16,7 @@ import jobs.neighbors
 import jobs.search
 from jobs.artifacts import export_app, info_app, verify_app
 from jobs.console import guarded
-from jobs.ranks import evaluate_app
+from jobs.ranks import evaluate_app, gallery_app
 from lattqe.cost import stages
 from lattqe.search import approximate, knn_graph, stored
 from lattqe.search.approximate import approximate_graph, shares_found
@@ -95,11 +95,18 @@ def test_from_the_graph_to_the_report(small, run, features, tmp_path):
 
     told = f"an approximate graph: {facts['recall']}"
     ranks = tmp_path / "ranks"
+    page = tmp_path / "gallery.html"
+    (tmp_path / "photos").mkdir()
+    make = (jobs.augment.app, rows, "--method", "aqewd", "-k", 5, "--neighbors", graph, "--to", index)
+    search = (jobs.search.app, index, features / "queries", "-k", 9, "--to", ranks)
     for job, *arguments in [
-        (jobs.augment.app, rows, "--method", "aqewd", "-k", 5, "--neighbors", graph, "--to", index),
+        (*make, "--plan"),
+        make,
         (jobs.augment.append_app, index, features / "more", "--to", tmp_path / "grown"),
-        (jobs.search.app, index, features / "queries", "-k", 9, "--to", ranks),
+        (*search, "--plan"),
+        search,
         (evaluate_app, ranks),
+        (gallery_app, ranks, "--images", tmp_path / "photos", "--queries", 3, "--to", page),
         (jobs.search.duplicates_app, rows, "--graph", graph),
         (export_app, graph, "--to", tmp_path / "graph.npz"),
         *((info_app, one) for one in (graph, index, ranks, tmp_path / "grown" / "neighbors")),
@@ -107,6 +114,7 @@ def test_from_the_graph_to_the_report(small, run, features, tmp_path):
         code, out, err = run(job, *arguments)
         said = f"{' '.join(out.split())} {err}"  # info tells it in its answer
         assert (code, told in said) == (0, True), (arguments, said)
+    assert told in page.read_text()
     for one in (graph, index, tmp_path / "grown"):
         code, _, err = run(verify_app, one)
         assert code == 0, err
