@@ -297,12 +297,8 @@ def append(
     leaving = _read_ids(remove)
     rows = recipe.features.rows + (0 if newcomers is None else newcomers.rows)
     if (where := setting(plan, assume, rows, workers, address, cache)) is not None:
-        tell(
-            [planned(recipe, rows - recipe.features.rows, len(leaving), where)],
-            where,
-            not old_index.place.is_local,
-            json,
-        )
+        works = planned(recipe, rows - recipe.features.rows, len(leaving), where)
+        tell(works, where, not old_index.place.is_local, json)
         return
     process = resident_bytes()
     kept = kept_rows(recipe.features, leaving)
@@ -342,7 +338,7 @@ def show_growth(cost: "GrowthCost") -> None:
     )
 
 
-def planned(recipe: "Recipe", joined: int, removed: int, where: "Setting") -> "Work":
+def planned(recipe: "Recipe", joined: int, removed: int, where: "Setting") -> "list[Work]":
     """What the growth takes, as far as it can be known without comparing anything."""
     from lattqe.cost import plans
     from lattqe.cost.work import Stored
@@ -350,7 +346,8 @@ def planned(recipe: "Recipe", joined: int, removed: int, where: "Setting") -> "W
 
     method, graph = create(recipe.method, **recipe.params), recipe.graph
     rows = plans.Rows.of(recipe.features)
-    return plans.append(rows, Stored.of(graph.manifest), graph.k, joined, removed, method, recipe.k, where)
+    stored = Stored.of(graph.manifest)
+    return plans.append(rows, stored, graph.k, joined, removed, method, recipe.k, where, recipe.hops)
 
 
 def _read_ids(path: Path | None) -> list[str]:

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lattqe.augmentation.bands import UNIT_ROWS
+from lattqe.augmentation.growth import small_parts
 from lattqe.cost.work import (
+    ARROW_BYTES,
     ATTACH,
     DELETE,
     LOOK,
@@ -24,6 +26,7 @@ from lattqe.expansion import Method
 from lattqe.expansion.attention import AttentionExpansion
 from lattqe.expansion.rows import GATHER_BYTES, list_lengths, shares
 from lattqe.model.config import LAttQEConfig
+from lattqe.store.manifest import part_row_counts
 
 # Python, Ray, torch and a small model, where the process itself cannot be asked; and what the first products of a
 # process bring in: pages of the mathematical libraries, and their buffers, more of them for a network. Fitted to the
@@ -204,6 +207,18 @@ def augmentation(
         scratch=piece_bytes,
         stored=made.bytes,
     )
+
+
+def joined_rows(features: Stored, joined: int, removed: int) -> tuple[Stored, int]:
+    """A set after rows joined and left it, and how many of its parts, put first, the storage copies whole.
+
+    Rows that leave are taken to be spread evenly.
+    """
+    row = max((features.bytes - ARROW_BYTES * features.parts) // max(features.rows, 1), 1)
+    whole = features.parts - small_parts(features.part_bytes)
+    whole = round(whole * (1 - 1 / features.parts) ** removed)
+    rest = features.rows + joined - removed - sum(features.part_rows[:whole])
+    return Stored.planned([*features.part_rows[:whole], *(part_row_counts(rest, row) if rest > 0 else ())], row), whole
 
 
 def hop_buffers(rows: int, dim: int, k: int, bands: Sequence[int], groups: Sequence[int], part_rows: int) -> int:

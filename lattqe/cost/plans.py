@@ -14,7 +14,7 @@ import numpy as np
 
 from lattqe.augmentation.recipe import Cut
 from lattqe.cost import stages
-from lattqe.cost.augment import Weighing, augmentation, hops, weighing_of
+from lattqe.cost.augment import Weighing, augmentation, hops, joined_rows, weighing_of
 from lattqe.cost.graph import graph_here
 from lattqe.cost.rows import approximate_graph, graph_on_ray
 from lattqe.cost.work import ARROW_BYTES, GB, LOOK, PUT, Machines, Stored, Work
@@ -262,23 +262,7 @@ def augment(
             fetched=fetched,
         )
     )
-    if edges is not None:
-        cut = Cut.of(rows.stored.rows, rows.dim)
-        found.append(
-            hops(
-                rows.stored,
-                edges,
-                rows.dim,
-                weighs.k,
-                number,
-                cut.band_sizes,
-                cut.group_sizes,
-                where.machines,
-                here=where.here,
-                fetched=fetched,
-            )
-        )
-    return found
+    return found if edges is None else [*found, _hops(rows, weighs.k, number, where)]
 
 
 def augment_by(
@@ -299,11 +283,19 @@ def augment_by(
 
 
 def append(
-    rows: Rows, graph: Stored, k: int, joined: int, removed: int, method: "Method", weighed: int, where: Setting
-) -> Work:
-    """Rows that join and leave an augmented index."""
+    rows: Rows,
+    graph: Stored,
+    k: int,
+    joined: int,
+    removed: int,
+    method: "Method",
+    weighed: int,
+    where: Setting,
+    number: int = 1,
+) -> list[Work]:
+    """Rows that join and leave an augmented index; with several hops its edges, and then all hops again."""
     weighs = weighing_of(method, weighed, rows.dim, rows.stored.rows, again=True)
-    return stages.growth(
+    growth = stages.growth(
         rows.stored,
         graph,
         joined,
@@ -314,6 +306,26 @@ def append(
         k=k,
         itemsize=rows.itemsize,
         here=where.here,
+        hopping=number > 1,
+    )
+    after = replace(rows, stored=joined_rows(rows.stored, joined, removed)[0])
+    return [growth] if number == 1 else [growth, _hops(after, weighs.k, number, where)]
+
+
+def _hops(rows: Rows, k: int, number: int, where: Setting) -> Work:
+    """Features that flow over the edges of these rows."""
+    cut = Cut.of(rows.stored.rows, rows.dim)
+    return hops(
+        rows.stored,
+        Stored.kind("edges", rows.stored.rows, k=k),
+        rows.dim,
+        k,
+        number,
+        cut.band_sizes,
+        cut.group_sizes,
+        where.machines,
+        here=where.here,
+        fetched=rows.remote and not where.cached,
     )
 
 

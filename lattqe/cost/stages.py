@@ -8,7 +8,8 @@ from itertools import pairwise
 from math import exp
 
 from lattqe.adaptation import LEARNED_BYTES, NEAR, centre_count, sample_rows
-from lattqe.cost.augment import NETWORK_SHARE, PROCESS_BYTES, Weighing, weighing
+from lattqe.augmentation.recipe import BLOCK_ROWS
+from lattqe.cost.augment import NETWORK_SHARE, PROCESS_BYTES, Weighing, joined_rows, weighing
 from lattqe.cost.graph import BASE_BYTES, bytes_per_row, graph_products, product_seconds, scoring_seconds
 from lattqe.cost.work import (
     ATTACH,
@@ -247,19 +248,21 @@ def growth(
     k: int,
     itemsize: int = 2,
     here: bool = True,
+    hopping: bool = False,
 ) -> Work:
     """Rows that join and leave an augmented index: new rows meet all rows, lists that lost a member are searched again.
 
     Which lists those are is known only when they are read: a row is taken to stand in k lists, as it does on average.
     On workers newcomers and old rows meet twice, once for each side, and searched rows pass all rows by groups.
+    `hopping`: edges are made, not the index, which the hops make.
     """
     rows = features.rows + joined - removed
     stale = round(features.rows * (1 - exp(-removed * k / max(features.rows, 1))))
     touched = joined + round(features.rows * (1 - exp(-(joined + removed) * weighs.depth / max(features.rows, 1))))
     products = joined * (rows - joined) + graph_products(joined) + stale * rows
-    row = features.bytes // max(features.rows, 1)
-    grown = Stored.kind("neighbors", rows, k=k)
-    originals, index = (Stored.planned(_scaled(features.part_rows, rows), row) for _ in range(2))
+    originals, whole = joined_rows(features, joined, removed)
+    grown, edges = Stored.kind("neighbors", rows, k=k), Stored.kind("edges", rows, k=weighs.k)
+    made, width = (edges, 4 * (1 + 2 * weighs.k)) if hopping else (originals, dim * itemsize)
     passes, memory = 1, rows * (dim * itemsize + 8 * k * 2)
     if not here:
         products = joined * (rows - joined) + (joined + stale) * rows
@@ -267,35 +270,43 @@ def growth(
         passes = 1 + -(-(joined + stale) // block)
         memory = block * bytes_per_row(dim, k, itemsize) + 3 * max(grown.part_bytes)
     seconds = products * product_seconds(dim, machines) + scoring_seconds(joined * k * 2, dim, machines.threads)
+    looks = bool(joined) + bool(removed)  # through all ids
+    arrivals = joined * max(originals.part_bytes) // max(originals.part_rows)
+    written = originals.bytes - sum(originals.part_bytes[:whole])
+    pieces = sum(part for part in made.part_rows if part > BLOCK_ROWS) * width
     return Work(
         "growth",
         rows,
         products,
         2.0 * products * dim + touched * weighs.flops,
-        3 * features.bytes
-        + (2 + (not here and bool(removed))) * graph.bytes
-        + (2 + passes) * originals.bytes
-        + grown.bytes,
-        originals.written + grown.written + 2 * index.written + 8 * rows,
-        requests=features.loading() * 3
-        + graph.loading() * 2
+        looks * features.bytes
+        + 3 * arrivals
+        # What is written again, but for the first part, which stays in memory.
+        + sum(features.part_bytes[max(whole, 1) :])
+        + (1 + (not here and bool(removed))) * graph.bytes
+        + grown.bytes
+        + (1 + passes) * originals.bytes
+        + (0 if hopping else originals.part_bytes[0])
+        + made.bytes  # of the index before
+        + pieces
+        + 16 * rows
+        + 8 * (features.manifest + originals.manifest + grown.manifest),
+        CLAIM_BYTES + written + originals.manifest + grown.written + pieces + made.written + 8 * rows,
+        requests=features.loading() * (looks + 1)
+        + graph.loading()
         + originals.loading() * 3
         + grown.loading()
+        + made.loading()
         + OPEN * 20
-        + originals.publishing()
+        + claim()
+        + PUT * (originals.parts + 2)
         + grown.publishing()
-        + index.publishing(),
+        + made.publishing(),
         worker_seconds=seconds + weighs.seconds(touched, dim, machines),
-        worker_bytes=ROOM_BYTES + memory + 2 * max(index.part_bytes),
-        stored=originals.bytes + grown.bytes + index.bytes,
+        worker_bytes=ROOM_BYTES + memory + 2 * max(made.part_bytes),
+        stored=originals.bytes + grown.bytes + made.bytes,
         facts={"rows touched": f"about {touched:,} of {rows:,}", "rows searched again": f"about {stale:,}"},
     )
-
-
-def _scaled(part_rows: Sequence[int], rows: int) -> list[int]:
-    """Parts as large as these for another number of rows."""
-    each = max(part_rows)
-    return [min(each, rows - start) for start in range(0, max(rows, 1), each)]
 
 
 def training(
