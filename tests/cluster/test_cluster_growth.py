@@ -17,7 +17,7 @@ from lattqe.augmentation.growth import Growth, grow_here, join_features, kept_ro
 from lattqe.augmentation.recipe import read_reusable
 from lattqe.search import knn_graph
 from lattqe.search.stored import publish_graph
-from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Pending, open_place
+from lattqe.store import Edges, FeatureSet, FeatureWriter, NeighborGraph, Pending, open_place
 
 DIM, K = 8, 6
 
@@ -113,7 +113,11 @@ def test_what_is_there_is_not_searched_again(tmp_path):
 def test_a_killed_append_on_ray_ends_in_the_bytes_of_one_process(
     tmp_path: Path, call_lattqe: Callable[..., tuple[int, str, str]]
 ) -> None:
-    """The driver is killed with its Ray when something was found; the same command goes on."""
+    """The driver is killed with its Ray when something was found; the same command goes on.
+
+    The index is adapted to its rows and has hops, as those of the shipped model: newcomers are adapted, edges are taken
+    over, and the hops are made again.
+    """
     x = rows(3000)
     write(tmp_path / "old", x[:2900])
     write(tmp_path / "new", x[2900:], 2900)
@@ -133,7 +137,7 @@ def test_a_killed_append_on_ray_ends_in_the_bytes_of_one_process(
         assert code == 0, shown
         return json.loads(out)
 
-    method = ("--method", "alphaqe", "-k", K)
+    method = ("--method", "alphaqe", "-k", K, "--hops", 3, "--adapt")
     run("augment", tmp_path / "old", *method, "--to", tmp_path / "index")
     append = ("append", tmp_path / "index", tmp_path / "new", "--remove", tmp_path / "gone.txt", "--to")
     here = run(*append, tmp_path / "here")
@@ -144,7 +148,8 @@ def test_a_killed_append_on_ray_ends_in_the_bytes_of_one_process(
     )
     told = run(*append, killed, "--workers", 2)
     run("neighbors", tmp_path / "here" / "originals", "-k", K, "--to", tmp_path / "scratch")
-    for kind, name in ((FeatureSet, ""), (FeatureSet, "/originals"), (NeighborGraph, "/neighbors")):
+    kinds = {"": FeatureSet, "/originals": FeatureSet, "/neighbors": NeighborGraph, "/edges": Edges}
+    for name, kind in kinds.items():
         assert kind.open(f"{killed}{name}").digest == kind.open(f"{tmp_path}/here{name}").digest
     assert NeighborGraph.open(f"{killed}/neighbors").digest == NeighborGraph.open(str(tmp_path / "scratch")).digest
     assert told["rows_touched"] == here["rows_touched"]
