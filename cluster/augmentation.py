@@ -230,13 +230,14 @@ def run_hops(
 ) -> AugmentSummary:
     """Do all that is missing of `task.to` with `workers` actors; `on_rows(n)` after each n rows of a group of columns.
 
-    An actor asks for a core, and for a GPU where hops run on these. What it took is added to `summary`. `pending` knows
-    which parts were checked already. The manifest is the caller's.
+    Without `workers` there is one for each core or GPU, of nodes that join later too. An actor asks for a core, and for
+    a GPU where hops run on these. What it took is added to `summary`. `pending` knows which parts were checked already.
+    The manifest is the caller's.
     """
     started = time.monotonic()
     pending = pending or Pending.attach(task.to)
     check_parts(pending)
-    workers = workers or hop_workers(task.device)
+    grows, workers = workers is None, workers or hop_workers(task.device)
     resources = resources or ({"num_cpus": 1} if task.device == "cpu" else {"num_cpus": 1, "num_gpus": 1})
     actors = ray.remote(**resources)(HopWorker).options(scheduling_strategy="SPREAD")
 
@@ -255,6 +256,7 @@ def run_hops(
             on_done=on_done,
             policy=policy,
             work=Tally("hops", lambda item: hop_rows(item, schedule.cut), traffic=itemgetter("traffic")),
+            room=(lambda left: min(hop_workers(task.device), max(left, schedule.most_at_once))) if grows else None,
             most_at_once=schedule.most_at_once,
         )
         summary.retries += ran.retries
@@ -279,8 +281,9 @@ def build_index(
 ) -> AugmentSummary:
     """Compute and publish all missing parts of `task.to` with `workers` actors; `on_rows(n)` after each n rows.
 
-    As `lattqe.augmentation.build_index` does in this process, with the same bytes. `resources` is what one actor asks
-    Ray for, as in `{"num_cpus": 1, "num_gpus": 1}`. `reach` says how workers reach the vectors, by default as
+    As `lattqe.augmentation.build_index` does in this process, with the same bytes. Without `workers` there is one for
+    each GPU or core, of nodes that join later too. `resources` is what one actor asks Ray for, as in
+    `{"num_cpus": 1, "num_gpus": 1}`. `reach` says how workers reach the vectors, by default as
     `choose_reach` does; with `shards` they gather them from shards that are there. `pending` knows which parts were
     checked already. The manifest is the caller's.
     """
@@ -316,6 +319,7 @@ def build_index(
             on_done=on_done,
             policy=policy,
             work=Tally("augment", rows, traffic=itemgetter("traffic")),
+            room=(lambda left: min(_places(), left)) if workers is None else None,
         )
     summary.took, summary.retries = ran.seconds, ran.retries
     summary.workers_lost, summary.spare_copies = ran.actors_lost, ran.spare_copies
@@ -355,6 +359,7 @@ def adapted_rows(
         pending.missing(),
         on_done=on_done,
         work=Tally("adapt", lambda part: pending.part_rows[part], traffic=itemgetter("traffic")),
+        room=(lambda left: min(hop_workers(), left)) if workers is None else None,
     )
     pending.finish()
     return FeatureSet.open(adapted), {"predicted_worker_bytes": predicted, "peak_worker_bytes": peak}
@@ -367,10 +372,14 @@ def worker_resources() -> dict[str, float]:
 
 def default_workers() -> int:
     """One worker for each GPU, or for each CPU where there are none."""
-    count = gpus_available() or int(ray.cluster_resources().get("CPU", 0))
+    count = _places()
     if count < 1:
         raise LattqeError("the Ray cluster has no free CPUs or GPUs: add a worker node")
     return count
+
+
+def _places() -> int:
+    return gpus_available() or int(ray.cluster_resources().get("CPU", 0))
 
 
 def predict_memory(

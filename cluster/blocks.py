@@ -110,12 +110,12 @@ class _BlockRun(Generic[Block]):
         self.starting[self.actors[worker].__ray_ready__.remote()] = worker
         self.asked[worker] = time.monotonic()
 
-    def grow(self, room: Callable[[], int]) -> None:
+    def grow(self, room: Callable[[int], int]) -> None:
         """Start further workers where nodes have joined and there is work for them."""
         if time.monotonic() - self.looked_for_room < self.policy.room_seconds or not self.remaining:
             return
         self.looked_for_room = time.monotonic()
-        for worker in range(len(self.actors), room()):
+        for worker in range(len(self.actors), room(len(self.remaining))):
             self.start(worker)
 
     def ready(self) -> list[int]:
@@ -306,7 +306,7 @@ def run_blocks(
     on_done: Callable[[Block, Any], Iterable[Block] | None],
     policy: BlockPolicy | None = None,
     work: Tally | None = None,
-    room: Callable[[], int] | None = None,
+    room: Callable[[int], int] | None = None,
     most_at_once: int = 0,
 ) -> BlockSummary:
     """Run `method(block)` once, effectively, for every block over `workers` actors.
@@ -314,7 +314,8 @@ def run_blocks(
     `make_worker(number)` starts one actor (from URIs and numbers, never arrays) and is called again when one dies.
     `on_done(block, result)` is called in this process, exactly once for each block, in order of completion; it may
     return further blocks that have only now become possible (a part whose last piece has just arrived).
-    `room()` says how many workers the cluster has room for by now: where nodes have joined, more are started.
+    `room(left)` says how many workers there shall be by now, with so many blocks left: where nodes have joined, more
+    are started.
     `most_at_once`: how many blocks can be possible together later, where only few are now; no more workers start.
     `work` says how the blocks are called and counted in logs and metrics.
     Raises the actor's own LattqeError at once, and anything else after `policy.max_failures` retries of one block.

@@ -9,6 +9,7 @@ import numpy as np
 import ray
 
 from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
+from cluster.graph_worker import places
 from cluster.monitor import Tally
 from cluster.session import gpus_available, require_resources, worker_device
 from lattqe.errors import LattqeError
@@ -46,6 +47,7 @@ class Workers:
     count: int
     cpus: int
     gpus: int
+    grows: bool = False  # whether nodes that join later get some, too
 
     @property
     def device(self) -> str:
@@ -79,11 +81,11 @@ def plan_workers(wanted: int | None, device: str = "auto") -> Workers:
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     smallest = min((cpus for cpus in nodes if cpus), default=1)  # a worker must fit on any node
     if gpus:
-        return Workers(wanted or gpus, min(DECODING_THREADS["cuda"], smallest), gpus=1)
+        return Workers(wanted or gpus, min(DECODING_THREADS["cuda"], smallest), gpus=1, grows=wanted is None)
     if wanted is not None:
         return Workers(wanted, max(1, min(sum(nodes) // wanted, smallest)), gpus=0)
     each = max(1, smallest // WORKERS_PER_NODE)
-    return Workers(max(1, sum(cpus // each for cpus in nodes)), each, gpus=0)
+    return Workers(max(1, sum(cpus // each for cpus in nodes)), each, gpus=0, grows=True)
 
 
 class ExtractionWorker:
@@ -136,4 +138,5 @@ def extract_blocks(
         on_done=lambda _, report: on_done(report),
         policy=POLICY,
         work=Tally("extract", lambda block: part_rows[block], traffic=attrgetter("traffic")),
+        room=(lambda left: min(places(workers.cpus), left)) if workers.grows else None,
     )

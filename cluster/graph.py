@@ -311,7 +311,7 @@ def run_graph(
             progress.possible(),
             on_done=progress.done,
             policy=policy,
-            room=(lambda: progress.grow(places(task.threads))) if grows else None,
+            room=(lambda left: progress.grow(places(task.threads))) if grows else None,
             work=Tally("neighbors", progress.rows_of, lambda item: item[:2], itemgetter("traffic")),
         )
     except _Finished:
@@ -361,15 +361,18 @@ def build_approximate(
     *,
     workers: int | None = None,
     policy: BlockPolicy | None = None,
+    pending: Pending | None = None,
 ) -> tuple[Approximated, BlockSummary]:
     """Make and publish all missing parts with `workers` actors, one for each CPU by default, never more than parts.
 
     As `lattqe.search.stored.build_approximate` does in this process, with the same bytes; the manifest is the caller's.
+    `pending` knows which parts were checked already.
     """
-    started, pending = time.monotonic(), Pending.attach(task.to)
+    started, pending = time.monotonic(), pending or Pending.attach(task.to)
+    check_parts(pending)
     rows = in_one([piece for each in open_sets(task) for piece in each.pieces()])
     made = Approximated(agree_on_clusters(pending, rows, task).facts(), planning=time.monotonic() - started)
-    missing = pending.missing()
+    missing, grows = pending.missing(), workers is None
     workers, threads, _ = approximate_workers(task, pending, workers)
     require_resources({"CPU": threads}, workers)
     actors = ray.remote(num_cpus=threads)(ClusterWorker).options(scheduling_strategy="SPREAD")
@@ -384,6 +387,7 @@ def build_approximate(
         missing,
         on_done=on_done,
         policy=policy,
+        room=(lambda left: min(places(threads), left)) if grows else None,
         work=Tally("neighbors", lambda part: pending.part_rows[part], traffic=itemgetter("traffic")),
     )
     made.took = time.monotonic() - started

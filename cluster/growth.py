@@ -19,7 +19,7 @@ import numpy as np
 import ray
 
 from cluster.blocks import BlockPolicy, check_parts, run_blocks
-from cluster.graph_worker import StaleListsError, file_name, read_lists, threads_for, write_lists
+from cluster.graph_worker import StaleListsError, file_name, places, read_lists, threads_for, write_lists
 from cluster.monitor import Tally
 from cluster.session import require_resources
 from lattqe.augmentation.growth import Growth, reusable_rows
@@ -59,7 +59,7 @@ def grow_graph(
     """
     check_parts(pending)
     driver = _Driver(growth, pending, on_rows, slab_rows)
-    items = driver.begin()
+    items, grows = driver.begin(), workers is None
     workers = min(workers or int(ray.cluster_resources().get("CPU", 1)), max(driver.most_at_once(), 1))
     threads = threads_for(workers)
     require_resources({"CPU": threads}, workers)
@@ -72,6 +72,7 @@ def grow_graph(
         on_done=driver.done,
         policy=policy,
         work=Tally("append", driver.rows_of, lambda item: item[:3], itemgetter("traffic")),
+        room=(lambda left: min(places(threads), max(left, driver.most_at_once()))) if grows else None,
         most_at_once=driver.most_at_once(),
     )
     return driver.counts

@@ -189,9 +189,9 @@ def _hop(task: "Augmentation", workers: int | None, process: int | None) -> Made
 
     pending = begin_index(task)
     check_parts(pending)
-    workers = workers or hop_workers(task.device)
+    begin = workers or hop_workers(task.device)  # nodes that join later get more, unless so many were asked for
     memory = predict_hop_memory(task.hop_task(), process or resident_bytes())
-    show_hops(task, workers, {"workers": workers, "memory of a worker": human_bytes(memory)})
+    show_hops(task, begin, {"workers": begin, "memory of a worker": human_bytes(memory)})
     with _hop_bar(task, pending) as bar:
         summary = build_index(task, bar.advance, workers=workers, pending=pending)
     return Made(
@@ -252,7 +252,6 @@ def _augment(task: "Augmentation", workers: int | None, reach: str, process: int
 
     pending = begin_index(task)
     check_parts(pending)
-    workers = workers or default_workers()
     original, graph = FeatureSet.open(task.features), NeighborGraph.open(task.graph)
     chosen = choose_reach(reach, original, task.cache)
     memory = predict_memory(
@@ -263,7 +262,7 @@ def _augment(task: "Augmentation", workers: int | None, reach: str, process: int
         task,
         pending,
         {
-            "workers": workers,
+            "workers": workers or default_workers(),
             "access to vectors": f"{chosen.how}{shards}: {chosen.reason}",
             "memory of a worker": human_bytes(memory.total),
             "of which": ", ".join(f"{name} {human_bytes(size)}" for name, size in memory.parts().items()),

@@ -1,5 +1,7 @@
 """How many extraction workers a cluster gets, and what each is given."""
 
+from dataclasses import replace
+
 import pytest
 
 from cluster import extraction
@@ -37,7 +39,7 @@ def cluster(monkeypatch):
 )
 def test_plan(cluster, nodes, wanted, expected):
     cluster(*nodes, dead=[32])
-    assert plan_workers(wanted) == expected
+    assert plan_workers(wanted) == replace(expected, grows=wanted is None)
     assert expected.device == ("cuda" if expected.gpus else "cpu")
 
 
@@ -55,8 +57,8 @@ def test_one_setting_says_what_auto_means(cluster, monkeypatch):
 
 def test_device_decides(cluster):
     cluster((8, 2))
-    assert plan_workers(None, "cpu") == Workers(8, 1, 0)
-    assert plan_workers(None, "cuda") == Workers(2, 4, 1)
+    assert plan_workers(None, "cpu") == Workers(8, 1, 0, grows=True)
+    assert plan_workers(None, "cuda") == Workers(2, 4, 1, grows=True)
     cluster((8, 0))
     for wanted, device, message in ((None, "cuda", "has no GPU"), (0, "cpu", "--workers 0"), (None, "tpu", "'tpu'")):
         with pytest.raises(LattqeError, match=message):

@@ -16,20 +16,21 @@ from hop_world import begun, expected, make_world, no_bar, published
 from ray.cluster_utils import Cluster
 from training_sets import plan_for, write_sets
 
-from cluster.augmentation import hop_workers, run_hops
+from cluster import augmentation as cluster_augmentation
+from cluster.augmentation import build_index, hop_workers, run_hops
 from cluster.blocks import BlockPolicy
 from cluster.graph import agree_on_cut, plan_graph, run_graph
 from cluster.graph_worker import GraphWorker, measure_worker, places, threads_for
 from cluster.session import ray_session
 from cluster.training import train_on_cluster
-from lattqe.augmentation import AugmentSummary
+from lattqe.augmentation import Augmentation, AugmentSummary, AugmentWorker, begin_index
 from lattqe.augmentation.bands import HopWorker
 from lattqe.cost import cut_rows
 from lattqe.device import pick_device
 from lattqe.errors import LattqeError
 from lattqe.search import knn_graph
 from lattqe.search.products import kinds_for
-from lattqe.search.stored import GraphTask, begin_graph
+from lattqe.search.stored import GraphTask, begin_graph, publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, load_model
 
 pytestmark = pytest.mark.ray
@@ -186,6 +187,44 @@ def test_a_node_that_joins_late_gets_work(cluster, features, tmp_path, monkeypat
         )
     assert len({node for node, *_ in notes(folder, "worked")}) == 2
     np.testing.assert_array_equal(found[0], knn_graph(features.read(), K)[0])
+
+
+def test_a_node_that_joins_late_gets_rows_to_augment(cluster, features, tmp_path, monkeypatch):
+    """Of nine processors, two more are taken: there are three blocks."""
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    folder, graph = tmp_path / "notes", publish_graph(features, K, str(tmp_path / "graph"))
+    folder.mkdir()
+
+    class Witness(AugmentWorker):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.note = f"{ray.get_runtime_context().get_node_id()} {os.getpid()}"
+            (folder / f"up {self.note}").touch()
+
+        def run(self, item):
+            deadline = time.monotonic() + 600
+            while len(list(folder.glob("up *"))) < 3 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            (folder / f"worked {self.note}").touch()
+            return super().run(item)
+
+    joined, places_now = [], cluster_augmentation._places
+
+    def places_once_one_is_up():
+        if notes(folder, "up") and not joined:
+            joined.append(cluster.add_node(num_cpus=8))
+        return places_now()
+
+    monkeypatch.setattr(cluster_augmentation, "_places", places_once_one_is_up)
+    monkeypatch.setattr(cluster_augmentation, "worker_class", lambda task: Witness)
+    with ray_session(cluster.address):
+        task = Augmentation(features.uri, graph.uri, str(tmp_path / "index"), "aqe", 2, {}, block_rows=ROWS // 3)
+        pending = begin_index(task)
+        build_index(task, policy=BlockPolicy(window=1, room_seconds=0.0))
+        pending.finish()
+    assert len(notes(folder, "up")) == 3
+    assert len({node for node, _ in notes(folder, "worked")}) == 2
 
 
 def test_one_setting_says_what_auto_means(monkeypatch):
