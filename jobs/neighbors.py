@@ -222,6 +222,10 @@ def approximate_neighbors(task: "GraphTask", workers: int | None, here: bool) ->
     from lattqe.search.stored import begin_graph, build_approximate, open_sets
 
     pending, features = begin_graph(task), open_sets(task)[0]
+    if not here:
+        from cluster.blocks import check_parts
+
+        check_parts(pending)  # by workers, not by this process
     left = sum(pending.part_rows[part] for part in pending.missing())
     memory = finding_bytes(features.rows, features.dim, task.k, np.dtype(features.dtype).itemsize)
     show_table(
@@ -245,7 +249,7 @@ def approximate_neighbors(task: "GraphTask", workers: int | None, here: bool) ->
             from cluster.graph import build_approximate as build_on_ray
 
             predicted = approximate_workers(task, pending, workers)[-1]
-            made, blocks = build_on_ray(task, bar.advance, workers=workers)
+            made, blocks = build_on_ray(task, bar.advance, workers=workers, pending=pending)
             used = len(blocks.blocks_by_worker)
             ran = {"workers": used, "retries": blocks.retries, "workers_lost": blocks.actors_lost}
             ran["predicted_worker_bytes"] = predicted

@@ -17,6 +17,7 @@ from cluster.graph import Progress, build_approximate, plan_graph, run_graph
 from cluster.graph_worker import GraphWorker, agree_on_cut, file_name, find_lists, read_lists, write_lists
 from cluster.session import ray_session
 from cluster.shards import ShardedIndex
+from jobs.neighbors import approximate_neighbors
 from lattqe.cost import Cut, cut_rows
 from lattqe.cost.rows import cut_owned
 from lattqe.errors import LattqeError
@@ -329,6 +330,18 @@ def test_an_approximate_graph_is_that_of_one_process(local_ray, features, tmp_pa
         manifests.append(pending.finish(made.measured))
     assert manifests[0].digest == manifests[1].digest
     assert manifests[0].config == manifests[1].config
+
+
+def test_a_continued_approximate_graph_is_not_read_by_the_driver(local_ray, features, tmp_path, monkeypatch):
+    monkeypatch.setattr(stored, "part_row_counts", lambda rows, size: [400, 300, rows - 700])
+    task = GraphTask(features.uri, str(tmp_path / "graph"), K, recall=0.9)
+    begin_graph(task)
+    worker = stored.ClusterWorker(task)
+    worker.run(0)
+    worker.run(2)
+    monkeypatch.setattr("lattqe.store.pending.load_part", lambda place, part: pytest.fail("the driver reads a part"))
+    manifest, told = approximate_neighbors(task, None, here=False)
+    assert (manifest.rows, told["workers"]) == (features.rows, 1), "one part is left for one worker"
 
 
 def test_a_node_killed_in_the_middle(features, undisturbed, tmp_path):
