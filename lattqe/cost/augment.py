@@ -9,6 +9,7 @@ from lattqe.augmentation.growth import small_parts
 from lattqe.cost.work import (
     ARROW_BYTES,
     ATTACH,
+    CLAIM_BYTES,
     DELETE,
     LOOK,
     MISSING,
@@ -209,16 +210,20 @@ def augmentation(
     )
 
 
-def joined_rows(features: Stored, joined: int, removed: int) -> tuple[Stored, int]:
-    """A set after rows joined and left it, and how many of its parts, put first, the storage copies whole.
+def joined_rows(features: Stored, joined: int, removed: int) -> tuple[Stored, int, int]:
+    """A set after rows joined and left it; bytes read and written for that. Parts copied by the storage are neither.
 
-    Rows that leave are taken to be spread evenly.
+    Rows that leave are taken to be spread evenly; parts that stay whole are put first.
     """
     row = max((features.bytes - ARROW_BYTES * features.parts) // max(features.rows, 1), 1)
     whole = features.parts - small_parts(features.part_bytes)
     whole = round(whole * (1 - 1 / features.parts) ** removed)
     rest = features.rows + joined - removed - sum(features.part_rows[:whole])
-    return Stored.planned([*features.part_rows[:whole], *(part_row_counts(rest, row) if rest > 0 else ())], row), whole
+    made = Stored.planned([*features.part_rows[:whole], *(part_row_counts(rest, row) if rest > 0 else ())], row)
+    looks = bool(joined) + bool(removed)  # through all ids
+    # Newcomers are read for their ids twice, too. The first part stays in memory once it was read.
+    read = looks * features.bytes + 3 * joined * row + sum(features.part_bytes[max(whole, 1) :])
+    return made, read, sum(made.part_bytes[whole:]) + CLAIM_BYTES + made.manifest
 
 
 def hop_buffers(rows: int, dim: int, k: int, bands: Sequence[int], groups: Sequence[int], part_rows: int) -> int:

@@ -260,7 +260,7 @@ def growth(
     stale = round(features.rows * (1 - exp(-removed * k / max(features.rows, 1))))
     touched = joined + round(features.rows * (1 - exp(-(joined + removed) * weighs.depth / max(features.rows, 1))))
     products = joined * (rows - joined) + graph_products(joined) + stale * rows
-    originals, whole = joined_rows(features, joined, removed)
+    originals, joining, rewriting = joined_rows(features, joined, removed)
     grown, edges = Stored.kind("neighbors", rows, k=k), Stored.kind("edges", rows, k=weighs.k)
     made, width = (edges, 4 * (1 + 2 * weighs.k)) if hopping else (originals, dim * itemsize)
     passes, memory = 1, rows * (dim * itemsize + 8 * k * 2)
@@ -270,31 +270,19 @@ def growth(
         passes = 1 + -(-(joined + stale) // block)
         memory = block * bytes_per_row(dim, k, itemsize) + 3 * max(grown.part_bytes)
     seconds = products * product_seconds(dim, machines) + scoring_seconds(joined * k * 2, dim, machines.threads)
-    looks = bool(joined) + bool(removed)  # through all ids
-    arrivals = joined * max(originals.part_bytes) // max(originals.part_rows)
-    written = originals.bytes - sum(originals.part_bytes[:whole])
     pieces = sum(part for part in made.part_rows if part > BLOCK_ROWS) * width
+    # Manifests, and the first part of the originals for its columns.
+    opened = 8 * (features.manifest + originals.manifest + grown.manifest) + (not hopping) * originals.part_bytes[0]
+    graphs = (1 + (not here and bool(removed))) * graph.bytes + grown.bytes
     return Work(
         "growth",
         rows,
         products,
         2.0 * products * dim + touched * weighs.flops,
-        looks * features.bytes
-        + 3 * arrivals
-        # What is written again, but for the first part, which stays in memory.
-        + sum(features.part_bytes[max(whole, 1) :])
-        + (1 + (not here and bool(removed))) * graph.bytes
-        + grown.bytes
-        + (1 + passes) * originals.bytes
-        + (0 if hopping else originals.part_bytes[0])
-        + made.bytes  # of the index before
-        + pieces
-        + 16 * rows
-        + 8 * (features.manifest + originals.manifest + grown.manifest),
-        CLAIM_BYTES + written + originals.manifest + grown.written + pieces + made.written + 8 * rows,
-        requests=features.loading() * (looks + 1)
+        joining + graphs + (1 + passes) * originals.bytes + made.bytes + pieces + 16 * rows + opened,
+        rewriting + grown.written + pieces + made.written + 8 * rows,
+        requests=(features.loading() + originals.loading()) * 3
         + graph.loading()
-        + originals.loading() * 3
         + grown.loading()
         + made.loading()
         + OPEN * 20

@@ -95,8 +95,8 @@ def test_from_the_graph_to_the_report(small, run, features, tmp_path):
 
     told = f"an approximate graph: {facts['recall']}"
     ranks = tmp_path / "ranks"
-    page = tmp_path / "gallery.html"
-    (tmp_path / "photos").mkdir()
+    page, photos = tmp_path / "gallery.html", tmp_path / "photos"
+    photos.mkdir()
     make = (jobs.augment.app, rows, "--method", "aqewd", "-k", 5, "--neighbors", graph, "--to", index)
     search = (jobs.search.app, index, features / "queries", "-k", 9, "--to", ranks)
     for job, *arguments in [
@@ -106,7 +106,7 @@ def test_from_the_graph_to_the_report(small, run, features, tmp_path):
         (*search, "--plan"),
         search,
         (evaluate_app, ranks),
-        (gallery_app, ranks, "--images", tmp_path / "photos", "--queries", 3, "--to", page),
+        (gallery_app, ranks, "--images", photos, "--to", page),
         (jobs.search.duplicates_app, rows, "--graph", graph),
         (export_app, graph, "--to", tmp_path / "graph.npz"),
         *((info_app, one) for one in (graph, index, ranks, tmp_path / "grown" / "neighbors")),
