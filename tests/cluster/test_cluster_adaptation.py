@@ -1,5 +1,6 @@
 """An adapted index and an adapted cell of a benchmark on Ray: the bytes and numbers of one process."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -27,9 +28,9 @@ def write(uri, rows=700, dim=24):
 
 
 @pytest.mark.ray
-def test_augment_on_ray_adapts_to_the_same_bytes(tmp_path, local_ray):
+def test_augment_on_ray_adapts_to_the_same_bytes(tmp_path, local_ray, capsys):
     write(tmp_path / "features")
-    digests = []
+    digests, told = [], {}
     for name, more in (("here", []), ("ray", ["--workers", "2"])):
         words = [
             f"{tmp_path}/features",
@@ -40,13 +41,21 @@ def test_augment_on_ray_adapts_to_the_same_bytes(tmp_path, local_ray):
             "--adapt",
             "--to",
             f"{tmp_path}/{name}",
+            "--json",
             *more,
         ]
+        capsys.readouterr()
         jobs.augment.app(words, standalone_mode=False)
+        told[name] = json.loads(capsys.readouterr().out)
         made = [f"{tmp_path}/{name}{below}" for below in ("", "/adaptation", "/adapted", "/neighbors")]
         digests.append([read_manifest(open_place(uri)).digest for uri in made])
     assert digests[0] == digests[1]
     assert "adaptation" in FeatureSet.open(f"{tmp_path}/ray").manifest.inputs
+    assert told["here"]["graph"]["products_made"] > 0
+    assert told["ray"]["graph"]["worker_seconds"]["waiting"] >= 0
+    for stage in ("adaptation", "graph"):
+        assert told["ray"][stage]["seconds"] > 0
+        assert min(told["ray"][stage][f"{which}_worker_bytes"] for which in ("predicted", "peak")) > 0
 
 
 @pytest.mark.ray
@@ -57,6 +66,10 @@ def test_a_cell_of_an_adapted_collection_is_the_python_api(tmp_path, local_ray):
     spread = Bench(run, str(tmp_path / "spread"), workers=1, shards=2)
     for bench in (here, spread):
         bench.fill([cell], lambda cell: None)
+    assert not here.indexes.memory
+    assert set(spread.indexes.memory) == {"adaptation", "graph", "augmentation", "search"}
+    for found in spread.indexes.memory.values():
+        assert min(found["predicted_worker_bytes"], found["peak_worker_bytes"]) > 100 << 20
     found = [bench.lookup(cell).scores for bench in (here, spread)]
     assert [one.to_dict() for one in found[0]] == [one.to_dict() for one in found[1]]
     opened = here.inputs["oxford"]
