@@ -306,9 +306,7 @@ class Indexes:
             self.costs.write(f"{key}.json", canonical_json({"graph": 0.0, **clock.seconds}))
 
     def seconds(self, key: str) -> dict[str, float] | None:
-        """What graph, augmentation and, where there is one, adaptation took; the graph counts for the cell that needed
-        it first.
-        """
+        """What graph, augmentation and any adaptation took; the graph counts for the cell that needed it first."""
         return json.loads(self.costs.read(f"{key}.json")) if self.costs.exists(f"{key}.json") else None
 
     @contextmanager
@@ -409,8 +407,8 @@ def plan_cells(bench: Bench, where: Where) -> list[Work]:
         sets, queries = bench.sets_of(dataset, distractors), bench.inputs[dataset].queries
         rows, asked = sum(each.rows for each in sets), plans.Rows.of(queries)
         searched = where.at(bench.indexes.shards is None and runs_here(rows))
-        depth = deepest(cell.pipeline for cell in group)
-        searches.append(plans.cells([plans.Rows.of(each) for each in sets], asked, len(group), searched, depth))
+        found, depth = [plans.Rows.of(each) for each in sets], deepest(cell.pipeline for cell in group)
+        searches.append(plans.cells(found, asked, len(group), searched, depth))
         if dba is None or dba.method in GRAPH_METHODS:
             continue
         joined = replace(plans.Rows.sized(rows, asked.dim, queries.dtype), remote=not bench.place.is_local)
