@@ -41,5 +41,5 @@ def test_the_schedule_is_chosen_by_cost():
     longer = Cost((pairs,), machines).seconds / Cost((work,), machines).seconds
     assert longer > 1
     assert work.facts["schedule"].startswith(f"rows: by pairs {longer:.3g} times as long, with 0.5")
-    _, small = graph_on_ray([million], 512, 64, Machines(asked=2), budget=600 << 20, products_per_second=1e8)
+    _, small = graph_on_ray([million], 512, 64, Machines(asked=2), budget=1050 << 20, products_per_second=1e8)
     assert small.facts["schedule"] == "pairs: the other does not fit"
