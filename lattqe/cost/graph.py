@@ -35,7 +35,7 @@ SMALL_BLOCK = 20_000  # rows; with smaller blocks than this, fewer of them: cand
 LEAST_BLOCK = 512  # rows; smaller ones would only move data about
 MAX_BLOCKS = 512  # a set of blocks is that many bits of the name of an unfinished list
 # Of a worker process with torch; and of a tile, for each of its products: scores, masks, what passes. Fitted, with what
-# `bytes_per_row` counts, to the peaks of nine graphs: 2,000 to 1,000,000 rows, 64 to 2048 columns, k from 16 to 256, on
+# `bytes_per_row` counts, to the peaks of ten graphs: 2,000 to 1,000,000 rows, 64 to 2048 columns, k from 16 to 256, on
 # disk and on S3, a core for each worker (docs/results/scale.md).
 BASE_BYTES, TILE_BYTES = 347 << 20, 12
 OVERHEAD = 1.1  # loading, merging and writing beside what is measured

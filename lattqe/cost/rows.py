@@ -51,7 +51,7 @@ VISITORS_HELD = 3  # such pieces: that which passes, the one before, the next, w
 # much clusters of unequal size have more pairs than equal ones: benchmarks/approximate.py.
 ASSUMED_SEARCHED, UNEVEN = 14, 1.2
 # Bytes of the process that finds them: without data, for a value of a row beside its stored one, for a row, and for an
-# entry of the lists that measure the recall. Measured at 60,000, 100,000, 120,000, 300,000 and 1,000,000 rows.
+# entry of the lists that measure the recall. Fitted at 60,000, 120,000 and 1,000,000 rows.
 FINDING_BYTES, FINDING_VALUE_BYTES, FINDING_ROW_BYTES, FINDING_LIST_BYTES = 330 << 20, 12, 48 * DEPTH, 330
 # Bytes of a worker that makes parts of it, for a row: what it searches, where it is; more while they come from S3.
 # Measured at 60,000 and 120,000 rows on disk and 1,000,000 on S3.
