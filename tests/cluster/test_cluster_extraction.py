@@ -46,10 +46,10 @@ def test_plan(cluster, nodes, wanted, expected):
 def test_one_setting_says_what_auto_means(cluster, monkeypatch):
     cluster((8, 2))
     monkeypatch.setenv("LATTQE_DEVICE", "cpu")
-    assert plan_workers(None) == Workers(8, 1, 0), "GPUs that nodes declare stay alone"
-    assert plan_workers(None, "cuda") == Workers(2, 4, 1), "a device that is asked for by name is meant"
+    assert plan_workers(None) == Workers(8, 1, 0, grows=True), "GPUs that nodes declare stay alone"
+    assert plan_workers(None, "cuda") == Workers(2, 4, 1, grows=True), "a device that is asked for by name is meant"
     monkeypatch.setenv("LATTQE_DEVICE", "cuda:0")
-    assert plan_workers(None) == Workers(2, 4, 1)
+    assert plan_workers(None) == Workers(2, 4, 1, grows=True)
     cluster((8, 0))
     with pytest.raises(LattqeError, match="has no GPU"):
         plan_workers(None)

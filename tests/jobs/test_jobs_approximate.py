@@ -17,7 +17,7 @@ import jobs.search
 from jobs.artifacts import export_app, info_app, verify_app
 from jobs.console import guarded
 from jobs.ranks import evaluate_app, gallery_app
-from lattqe.cost import stages
+from lattqe.cost import rows as row_costs
 from lattqe.search import approximate, knn_graph, stored
 from lattqe.search.approximate import approximate_graph, shares_found
 from lattqe.search.stored import ClusterWorker, GraphTask, begin_graph, build_approximate
@@ -201,7 +201,7 @@ def test_a_plan_says_what_it_assumes(small, run, features, tmp_path, monkeypatch
     code, made, err = run(jobs.neighbors.app, *words)
     assert code == 0, err
     searched = NeighborGraph.open(str(tmp_path / "graph")).manifest.config["measured"]["searched"]
-    monkeypatch.setattr(stages, "ASSUMED_SEARCHED", searched)
+    monkeypatch.setattr(row_costs, "ASSUMED_SEARCHED", searched)
     code, out, _ = run(jobs.neighbors.app, *words, "--plan", "--assume", "nodes=2,gpus=1")
     stage = json.loads(out)["stages"][0]
     clusters = approximate.cluster_count(1500, K)

@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import jobs.benchmark
+import jobs.console
 from jobs.benchmark import app, measure_run, print_results, publish
 from lattqe.benchmark.cells import Inputs
 from lattqe.benchmark.presets import Options, preset_run
@@ -40,6 +41,12 @@ truth = "{truth}"
 method = "aqe"
 nqe = 2
 """
+
+
+def shown_on(screen: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a benchmark prints goes to this screen."""
+    for module in (jobs.benchmark, jobs.console):
+        monkeypatch.setattr(module, "screen", screen)
 
 
 def write(folder: Path, ids: list[str], seed: int) -> None:
@@ -103,7 +110,8 @@ def test_hostile_names_are_text_everywhere(tmp_path: Path, monkeypatch: pytest.M
     text = RUN.format(truth="labels", published="false").replace('"roxford5k"', json.dumps(HOSTILE[1]))
     text = f"title = {json.dumps(HOSTILE[0])}\n" + text + f"label = {json.dumps(HOSTILE[2])}\n"
     (tmp_path / "run.toml").write_text(text)
-    monkeypatch.setattr(jobs.benchmark, "screen", screen := Console(record=True, width=200, file=io.StringIO()))
+    screen = Console(record=True, width=200, file=io.StringIO())
+    shown_on(screen, monkeypatch)
     done = CliRunner().invoke(app, [str(tmp_path / "run.toml"), "--to", str(tmp_path / "results")])
     assert done.exit_code == 0, done.output + repr(done.exception)
     shown = screen.export_text()
@@ -253,7 +261,7 @@ def test_the_table_fits_a_screen_of_100_columns(tmp_path: Path, monkeypatch: pyt
     methods = (*FIXED, Candidate("aqewd", "AQEwD", "fixed", (8,), (4,), (4,)))
     results = measure_run(small_run(tmp_path, methods), str(tmp_path))
     screen = Console(width=100, record=True, file=open(tmp_path / "screen", "w"))  # noqa: SIM115
-    monkeypatch.setattr(jobs.benchmark, "screen", screen)
+    shown_on(screen, monkeypatch)
     print_results(results)
     text = screen.export_text()
     assert "…" not in text
