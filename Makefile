@@ -8,12 +8,11 @@ export RAY_USAGE_STATS_ENABLED = 0
 
 .PHONY: demo check test lint style browser faults fuzz audit clean
 
-# Tests with Ray mostly wait for it: three processes keep two cores busy, where fast tests alone need two.
 # SHUFFLE=3 runs the tests in an order drawn from that seed.
 # mypy has only one thread: it runs beside the tests, and what it says comes last.
 define tests_and_types
 $(BIN)/mypy >$(VENV)/types.txt 2>&1 & types=$$!; \
-$(BIN)/python -m pytest -n $(PROCESSES) $(1) $(if $(SHUFFLE),--shuffle $(SHUFFLE)); tests=$$?; \
+$(BIN)/python -m pytest -n 2 $(1) $(if $(SHUFFLE),--shuffle $(SHUFFLE)); tests=$$?; \
 wait $$types; types=$$?; cat $(VENV)/types.txt; exit $$((tests | types))
 endef
 
@@ -21,12 +20,10 @@ demo: $(STAMP)
 	$(BIN)/lattqe demo --to demo
 
 # Before every commit: no Ray, no S3 server, no kills, nothing that takes more than ten seconds.
-check: PROCESSES := 2
 check: $(STAMP) style
 	$(call tests_and_types,-m "not ray and not s3 and not kill and not slow")
 
 # Everything that must hold.
-test: PROCESSES := 3
 test: $(STAMP) style browser
 	$(call tests_and_types,)
 

@@ -230,13 +230,6 @@ def starts_ray(path: str) -> bool:
     return "mark.ray" in (PROJECT / path).read_text()
 
 
-@cache
-def starts_nodes(path: str) -> bool:
-    """Whether a test file starts nodes of Ray as processes of their own, several at a time."""
-    text = (PROJECT / path).read_text()
-    return starts_ray(path) and (path.startswith("tests/faults") or any(word in text for word in NODES))
-
-
 def without_ray(config: pytest.Config) -> bool:
     """Whether tests with Ray are left out, as `make check` does."""
     return "not ray" in config.getoption("markexpr")
@@ -250,7 +243,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Fast tests first: a mistake shows in seconds, not after the last kill. Files stay together.
 
-    In several processes (`make test`) one begins with the clusters' tests, the others with the fast ones, and all share
+    In two processes (`make test`) one begins with the clusters' tests, the other with the fast ones, and both share
     what is left: see `ClustersInOne`. Files that share one Ray come before those that need their own. Without Ray
     (`make check`) all are fast and stay as they are: sorted, a long file would come last, and one process wait for it.
     """
@@ -276,19 +269,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 CLUSTERS = "ray: clusters"
-NODES = ("ray_nodes", "cluster_utils", "--port=")  # what a file that starts nodes has in its text
 
 
 def scope_of(path: str) -> str:
     """What one process runs without a break: a file, or all files with clusters, whose nodes have fixed ports."""
-    return CLUSTERS if starts_nodes(path) else path
+    return CLUSTERS if starts_ray(path) and path.startswith(("tests/cluster", "tests/faults")) else path
 
 
 class ClustersInOne(LoadScopeScheduling):
-    """One process takes the clusters, then what the others have left: so all end at the same time.
+    """One process takes the clusters, then what the other has left: so both end at the same time.
 
-    Each has one Ray at a time at most, which mostly waits: three keep two cores busy, more would starve each other.
-    Where tests with Ray are left out (`make check`), any process takes any file.
+    Each has one Ray at a time at most, which mostly waits: more would starve each other on two cores. Where tests with
+    Ray are left out (`make check`), any process takes any file.
     """
 
     def _split_scope(self, nodeid: str) -> str:
