@@ -33,6 +33,7 @@ SAMPLE_FLOPS = 4e9  # for each thread, of the graph of the sample that is measur
 SAMPLE_ROWS = 1024, 8192
 MEASURED_FLOPS = 5e10  # of a whole graph, a second or so: below, measuring takes longer than the best kind saves
 TRIAL_ROWS, HOPELESS = 256, 3.0  # a kind that is this many times slower on a small trial is not measured further
+CLEARLY = 1.1  # times faster than the first kind: less is what two runs of one kind differ by
 SPARE = 32  # candidates beyond k: enough that few rows of ordinary data go without a certificate
 GPU_CANDIDATES = 2048  # the most that faiss selects on a GPU
 CANDIDATE_ROWS = 4096  # rows whose candidates are scored at once
@@ -115,7 +116,8 @@ def fastest_kind(
 
     The graph of the sample is computed by every kind in turn, with neighbors in the same proportion to the rows, so
     that as many entries of a tile are worth keeping as there will be. Takes about `seconds`; of a small graph only the
-    first kind is tried, on a few rows. The second engine, "faiss", has its own kind.
+    first kind is tried, on a few rows. Another must be clearly faster than it. The second engine, "faiss", has its own
+    kind.
     """
     small = float(rows) ** 2 * x.shape[1] < MEASURED_FLOPS
     k = max(round(k * len(x) / max(rows, 1)), 1)
@@ -141,6 +143,8 @@ def fastest_kind(
         for kind in likely:
             best[kind] = min(best[kind], spent(x, kind))
     kind = min(likely, key=best.__getitem__)
+    if best.get(kinds[0], np.inf) < CLEARLY * best[kind]:
+        kind = kinds[0]
     return kind, len(x) ** 2 / 2 / max(best[kind], 1e-9)
 
 

@@ -176,6 +176,21 @@ def test_a_graph_of_more_rows_is_refused():
         update_graph(np.eye(4, dtype=np.float32), np.zeros((5, 2), np.int32), np.zeros((5, 2), np.float32))
 
 
+@pytest.mark.parametrize(("share", "chosen"), [(0.95, 0), (0.8, 1)])
+def test_another_kind_must_be_clearly_faster_than_the_first(share, chosen, monkeypatch):
+    """By a clock that says what each takes: on a real one, equals are ahead of each other in turn."""
+    now, kinds = [0.0], kinds_for()[:2]
+
+    def compute(x, k, device, kind):
+        now[0] += len(x) * (1.0 if kind == kinds[0] else share)
+
+    monkeypatch.setattr(graph, "kinds_for", lambda device: kinds)
+    monkeypatch.setattr(graph, "knn_graph", compute)
+    monkeypatch.setattr(graph.time, "perf_counter", lambda: now[0])
+    x = np.zeros((1000, 16), np.float32)
+    assert graph.fastest_kind(x, 8, rows=10**6)[0] == kinds[chosen]
+
+
 def test_kinds_are_measured_only_where_the_graph_is_worth_it(monkeypatch):
     computed = []
     monkeypatch.setattr(
