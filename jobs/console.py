@@ -290,9 +290,10 @@ def run(app: typer.Typer, arguments: list[str] | None = None, name: str | None =
 def _leave(code: Any) -> None:
     """End this process without taking Python apart, which has crashed under a thread that waits inside Ray."""
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else EXIT_FAILED)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as where the caller has closed it
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 0 if code is None else EXIT_FAILED)
 
 
 def _unwrapped(app: typer.Typer, arguments: list[str] | None, name: str | None) -> None:
