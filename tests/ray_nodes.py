@@ -54,7 +54,7 @@ class Namespaces:
     name = "network namespaces with addresses of their own"
 
     def __init__(self, nodes: int) -> None:
-        self.token = f"lq{secrets.token_hex(3)}"
+        self.token = f"lq{os.getpid():06x}{secrets.token_hex(1)}"  # the owner is known when it has died
         net = f"198.18.{secrets.randbelow(256)}"  # set apart for testing networks (RFC 2544)
         self.outside = f"{net}.254"
         self.addresses = [f"{net}.{1 + number}" for number in range(nodes)]

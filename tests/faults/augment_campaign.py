@@ -21,9 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
-from campaign import Campaign, Round, Undisturbed, end, summary
+import stale
+from campaign import Campaign, Undisturbed, end
 from campaign_faults import Fault, Faults, Target
 from campaign_pipeline import Stage, fingerprint
+from campaign_report import Round, summary
 from campaign_world import World
 from launch import BLOCK_ROWS, PART_BYTES
 
@@ -97,13 +99,13 @@ class AugmentCampaign(Campaign):
         made = write_reference(self.given, f"{self.given}/undisturbed")
         self.undisturbed["index"] = Undisturbed(made, requests)
 
-    def draw(self, stage: Stage, target: Target) -> list[Fault]:
+    def draw(self, stage: Stage, target: Target) -> list[list[Fault]]:
         """One kill, at a random request."""
         if not self.deck:
             self.deck = list(self.kinds)
             self.rng.shuffle(self.deck)
         at = self.rng.randint(1, MIDDLE * self.undisturbed["index"].requests // 100)
-        return [Fault(self.world, self.deck.pop(), at, random.Random(self.rng.random()))]
+        return [[Fault(self.world, self.deck.pop(), at, random.Random(self.rng.random()))]]
 
     def both_at_once(self, first: int, second: int) -> Round:
         """One round in which a node dies at one request and the S3 server at another."""
@@ -111,14 +113,15 @@ class AugmentCampaign(Campaign):
         faults = [
             Fault(self.world, kind, at, self.rng) for kind, at in (("node killed", first), ("S3 server killed", second))
         ]
-        with mock.patch.object(self, "draw", return_value=faults):
+        with mock.patch.object(self, "draw", return_value=[faults]):
             return next(self.rounds(0))
 
 
 def run_kills(seeds: list[int], rounds: int) -> list[Round]:
     """So many rounds of each seed, on a head and two worker nodes."""
     done: list[Round] = []
-    with tempfile.TemporaryDirectory(prefix="lq-") as folder, mock.patch.dict(os.environ):
+    stale.remove()
+    with tempfile.TemporaryDirectory(prefix=stale.prefix()) as folder, mock.patch.dict(os.environ):
         world = World(Path(folder), nodes=2)
         try:
             campaign = AugmentCampaign(world)

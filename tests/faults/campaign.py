@@ -4,9 +4,10 @@
 
 A head and two worker nodes of Ray and a real S3 server run on this machine. Import, neighbors, train, augment with and
 without hops, append, search, extract and benchmark follow each other, again and again, each on what those before have
-made. In every round some faults strike the running command, each at a request to storage that the seed draws; then the
-same command runs until it ends with 0, its result is verified and compared with that of an undisturbed run, and what it
-left behind is counted. With --log a campaign goes on where it ended.
+made. In every round some faults strike the running command, each at a request to storage that the seed draws; the same
+command runs again, struck by others while it recovers and in the end undisturbed, until it ends with 0. Its result is
+verified and compared with that of an undisturbed run, and what it left behind is counted. With --log a campaign goes on
+where it ended.
 """
 
 import argparse
@@ -18,63 +19,26 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from campaign_faults import ALONE, ENDS_THE_COMMAND, Fault, Faults, Target, kinds_for
+import stale
+from campaign_faults import BETWEEN, ENDS_THE_COMMAND, RIVALS, Fault, Faults, Target, kinds_for
 from campaign_pipeline import STAGES, Pass, Stage, fingerprint, write_given
+from campaign_plan import Bag, draw_tries
+from campaign_report import Round, Struck, markdown, read_log, summary
 from campaign_world import World
 from s3_server import BUCKET
 
 MAX_TRIES = 6
 COMMAND_SECONDS = 600.0  # a command that takes longer hangs
+SHIPPED = 0.1  # of the rounds in which commands are forked send code and settings to new workers
 TRACEBACK = "Traceback (most recent call last)"
-
-
-@dataclass
-class Struck:
-    """One fault of a round."""
-
-    kind: str
-    at: int  # request to storage
-    injected: bool
-    detail: str
-
-    def __str__(self) -> str:
-        detail, late = f" ({self.detail})" if self.detail else "", "" if self.injected else ": too late"
-        return f"{self.kind}{detail} at {self.at}{late}"
-
-
-@dataclass
-class Round:
-    """What came of one command and the faults that struck it."""
-
-    number: int
-    stage: str
-    passed: int = 0  # the pass through the pipeline that it belongs to
-    faults: list[Struck] = field(default_factory=list)
-    codes: list[int | None] = field(default_factory=list)  # of the command, try by try; None: it hung
-    tracebacks: list[str] = field(default_factory=list)  # where a try ended in one instead of a line
-    seconds: float = 0.0
-    problem: str = ""  # what was lost or different
-    left: dict[str, int] = field(default_factory=dict)  # behind, a minute later: processes, files in shared memory, ...
-
-    @property
-    def injected(self) -> int:
-        return sum(fault.injected for fault in self.faults)
-
-    def line(self) -> str:
-        again = f", run again after {self.codes[:-1]}" if len(self.codes) > 1 else ""
-        return (
-            f"{self.number:4d}  {self.stage:<14} {self.seconds:4.0f} s  {'; '.join(map(str, self.faults))}: "
-            f"{self.problem or 'survived'}{again}{f', left {self.left}' if self.left else ''}"
-        )
 
 
 @dataclass(frozen=True)
@@ -86,10 +50,11 @@ class Undisturbed:
 
 
 class Campaign:
-    """Rounds of faults in one world."""
+    """Rounds of faults in one world, up to `at_once` in each; `verbs`: strike no others, where there are some."""
 
-    def __init__(self, world: World, stages: tuple[Stage, ...], at_once: int) -> None:
-        self.world, self.stages, self.at_once, self.rng = world, stages, at_once, random.Random()
+    def __init__(self, world: World, stages: tuple[Stage, ...], at_once: int, verbs: tuple[str, ...] = ()) -> None:
+        self.world, self.stages, self.at_once, self.verbs = world, stages, at_once, verbs
+        self.rng, self.bags = random.Random(), dict[str, Bag]()
         os.environ.update(world.server.environment)  # without the proxy
         self.given = f"s3://{BUCKET}/campaign/given"
         write_given(self.given)
@@ -100,14 +65,20 @@ class Campaign:
         """One pass without faults."""
         run = Pass(self.given, f"s3://{BUCKET}/campaign/undisturbed", self.world.folder)
         for stage in self.stages:
-            none, started, to = Faults([]), time.monotonic(), run.place_for(stage.makes)
-            if self._run(stage, run, to, none) != 0:
-                raise RuntimeError(f"{stage.verb} fails by itself: {self.world.told()[-2000:]}")
-            self.world.end_driver()
-            run.made[stage.makes] = to
-            self.undisturbed[stage.makes] = Undisturbed(fingerprint(to), none.requests)
+            started = time.monotonic()
+            requests = self._make(stage, run)
+            self.undisturbed[stage.makes] = Undisturbed(fingerprint(run.made[stage.makes]), requests)
             seconds = time.monotonic() - started
-            print(f"undisturbed  {stage.name:<14} {none.requests} requests, {seconds:.0f} s", flush=True)
+            print(f"undisturbed  {stage.name:<14} {requests} requests, {seconds:.0f} s", flush=True)
+
+    def _make(self, stage: Stage, run: Pass) -> int:
+        """One stage without faults; how many requests it sent."""
+        none, to = Faults([]), run.place_for(stage.makes)
+        if self._run(stage, run, to, none) != 0:
+            raise RuntimeError(f"{stage.verb} fails by itself: {self.world.told()[-2000:]}")
+        self.world.end_driver()
+        run.made[stage.makes] = to
+        return none.requests
 
     def learn_undisturbed(self, known: Path | None) -> None:
         """Read what an undisturbed pass makes, or make one."""
@@ -118,16 +89,23 @@ class Campaign:
         if known is not None:
             known.write_text(json.dumps({name: asdict(each) for name, each in self.undisturbed.items()}))
 
-    def rounds(self, seed: int, first: int = 1, number: int = 0) -> Iterator[Round]:
+    def rounds(self, seed: int, before: Sequence[Round] = ()) -> Iterator[Round]:
         """Pass after pass through the pipeline, faults in each stage, as the seed and the pass draw them.
 
-        first: number of the first pass; number: of rounds that were there before.
+        before: the rounds that were there already.
         """
+        number, first = len(before), 1 + max((each.passed for each in before), default=0)
+        for stage in self.stages:
+            drawn = sum(len(each.faults) for each in before if each.stage == stage.name)
+            self.bags[stage.name] = Bag(kinds_for(self.world, stage), f"{seed}-{stage.name}", drawn)
         for passed in itertools.count(first):
             self.rng = random.Random(f"{seed}-{passed}")
             self.world.tidy()
             run = Pass(self.given, f"s3://{BUCKET}/campaign/seed-{seed}-{passed}", self.world.folder)
             for stage in self.stages:
+                if self.verbs and stage.verb not in self.verbs:
+                    self._make(stage, run)
+                    continue
                 number += 1
                 result = self.round(number, stage, run)
                 result.passed = passed
@@ -137,29 +115,25 @@ class Campaign:
 
     def round(self, number: int, stage: Stage, run: Pass) -> Round:
         """Some faults, then the same command until it ends well, then the comparison."""
-        to = run.place_for(stage.makes)
         words = [stage.verb, *stage.words(run)]
-        target = Target([*words, "--to", to], [*words, *stage.other, "--to", to], to, stage.reads(run))
-        faults = self.draw(stage, target)
+        target = Target(words, [*words, *stage.other], run.place_for(stage.makes), stage.reads(run))
+        tries = self.draw(stage, target)
         result, started = Round(number, stage.name), time.monotonic()
-        if any(fault.kind == "disk full" for fault in faults):
-            to = f"{self.world.disk.folder}/{run.base.rpartition('/')[2]}/{stage.makes}"
+        if any(fault.kind == "disk full" for faults in tries for fault in faults):
+            target.to = f"{self.world.disk.folder}/{run.base.rpartition('/')[2]}/{stage.makes}"
+        self.world.shipped = result.shipped = self.rng.random() < SHIPPED
         for attempt in range(MAX_TRIES):
-            result.codes.append(self._run(stage, run, to, Faults(faults if attempt == 0 else [])))
-            told = self.world.told()
-            if result.codes[-1] == 1 or (result.codes[-1] != 0 and TRACEBACK in told):  # a line to the user goes with 2
-                result.tracebacks.append(told[-1500:])
-            if attempt == 0 and self.rival_code not in (None, 0) and TRACEBACK in self.world.told("rival.log"):
-                result.tracebacks.append(self.world.told("rival.log")[-1500:])
+            faults, began = tries[attempt] if attempt < len(tries) else [], time.monotonic()
+            result.codes.append(self._run(stage, run, target.to, Faults(faults)))
+            self._note(result, faults)
             if result.codes[-1] != 0:
                 self.world.end_driver()
             self.world.repair()
+            result.durations.append(round(time.monotonic() - began, 1))
             if result.codes[-1] in (0, None):
                 break
-        if self.rival_code is not None:
-            faults[0].detail = f"which ended with {self.rival_code}"
-        result.faults = [Struck(fault.kind, fault.at, fault.injected, fault.detail) for fault in faults]
-        result.problem = self.compare(stage, to, result)
+        self.bags[stage.name].put_back(fault.kind for faults in tries[len(result.codes) :] for fault in faults)
+        result.problem = result.problem or self.compare(stage, target.to, result)
         left = self.world.leftovers()
         self.world.end_driver()
         result.left = {what: len(names) for what, names in left.items()}
@@ -167,24 +141,44 @@ class Campaign:
             print(f"left behind: {left}", flush=True)
             self.world.sweep()
         result.seconds = time.monotonic() - started
-        run.made[stage.makes] = to
+        run.made[stage.makes] = target.to
         return result
 
-    def draw(self, stage: Stage, target: Target) -> list[Fault]:
-        """Faults for a stage, of different kinds; one that ends the command is the last, some strike alone."""
-        possible = kinds_for(self.world, stage)
-        kinds = [self.rng.choice(possible)]
-        if kinds[0] not in ALONE:
-            others = [kind for kind in possible if kind not in (*kinds, *ALONE)]
-            kinds += self.rng.sample(others, self.rng.randint((self.at_once + 1) // 2, self.at_once) - 1)
-            ends = [kind for kind in kinds if kind in ENDS_THE_COMMAND][:1]
-            kinds = [kind for kind in kinds if kind not in ENDS_THE_COMMAND] + ends
-        requests = self.undisturbed[stage.makes].requests
+    def _note(self, result: Round, faults: list[Fault]) -> None:
+        """Keep what came of a try, and of a second driver beside it."""
+        attempt, code, told = len(result.codes) - 1, result.codes[-1], self.world.told()
+        if code == 1 or (code != 0 and TRACEBACK in told):  # a line to the user goes with 2
+            result.tracebacks.append(told[-1500:])
+        for fault in faults:
+            if fault.kind in RIVALS and fault.injected:
+                fault.detail = f"which ended with {self.rival_code}"
+                told = self.world.told("rival.log")
+                if self.rival_code not in (None, 0) and TRACEBACK in told:
+                    result.tracebacks.append(told[-1500:])
+                if self.rival_code == "hung":
+                    result.problem = f"LOST: a second driver hung for {COMMAND_SECONDS:.0f} s: {told[-600:]}"
+                if self.rival_code == 0 and "other settings" in fault.kind:
+                    result.problem = "LOST: a second driver with other settings ended well on the same destination"
+        result.faults += [
+            Struck(fault.kind, fault.at, fault.injected, fault.detail, attempt, fault.after) for fault in faults
+        ]
+
+    def draw(self, stage: Stage, target: Target) -> list[list[Fault]]:
+        """Faults for the tries of a stage."""
+        count = self.rng.randint((self.at_once + 1) // 2, self.at_once)
+        return [
+            self._draw_moments(self.undisturbed[stage.makes].requests // (1 + attempt), kinds, target)
+            for attempt, kinds in enumerate(draw_tries(self.bags[stage.name], count))
+        ]
+
+    def _draw_moments(self, requests: int, kinds: list[str], target: Target) -> list[Fault]:
+        """Faults of these kinds within so many requests; one that ends the command strikes at any of them, the last."""
         if "disk full" in kinds:
-            requests = max(requests // 4, 1)  # what goes to that disk is no request
-        moments = sorted(self.rng.randint(1, requests) for _ in kinds)
-        if kinds[0].startswith("input"):
-            moments = [0]
+            requests //= 4  # what goes to that disk is no request
+        latest = self.rng.randint(1, max(requests, 1))
+        within = latest if kinds[-1] in ENDS_THE_COMMAND else max(requests, 1)
+        moments = sorted(self.rng.randint(1, within) for _ in kinds[1:])
+        moments.append(0 if kinds[-1] in BETWEEN else latest)
         return [
             Fault(self.world, kind, at, random.Random(self.rng.random()), target) for kind, at in zip(kinds, moments)
         ]
@@ -198,10 +192,6 @@ class Campaign:
             return f"LOST: does not end well: {last_words}"
         if not result.injected and len(result.codes) > 1:
             return f"LOST: failed though nothing had happened: {last_words}"
-        if self.rival_code == "hung":
-            return f"LOST: a second driver hung for {COMMAND_SECONDS:.0f} s: {self.world.told('rival.log')[-600:]}"
-        if self.rival_code == 0 and any("other settings" in fault.kind for fault in result.faults):
-            return "LOST: a second driver with other settings ended well on the same destination"
         try:
             same = fingerprint(to) == self.undisturbed[stage.makes].fingerprint
         except Exception as error:
@@ -210,79 +200,15 @@ class Campaign:
 
     def _run(self, stage: Stage, run: Pass, to: str, faults: Faults) -> int | None:
         """Run a stage's command to its end; its exit code, None where it hangs."""
-        faults.before()
+        faults.begin()
         self.world.proxy.fault = faults.on_request
         self.world.start([stage.verb, *stage.words(run), "--to", to])
         try:
             code = self.world.wait(COMMAND_SECONDS, faults.poll)
-            if faults.faults:
-                self.rival_code = self.world.wait_for_rival(COMMAND_SECONDS)
+            self.rival_code = self.world.wait_for_rival(COMMAND_SECONDS, faults.poll)
             return code
         finally:
             faults.end()
-
-
-def summary(rounds: list[Round]) -> str:
-    """The table: faults by kind, and how the commands that they struck ended."""
-    lines = ["", f"{'fault':<32}{'injected':>9}{'survived':>9}{'lost':>6}{'too late':>10}"]
-    every = [(fault, each) for each in rounds for fault in each.faults]
-    for kind in [*sorted({fault.kind for fault, _ in every}), "all"]:
-        hit = [each for fault, each in every if kind in (fault.kind, "all") and fault.injected]
-        late = sum(kind in (fault.kind, "all") and not fault.injected for fault, _ in every)
-        lost = sum(bool(each.problem) for each in hit)
-        lines.append(f"{kind:<32}{len(hit):>9}{len(hit) - lost:>9}{lost:>6}{late:>10}")
-    struck = [each for each in rounds if each.injected]
-    lines.append(
-        f"{len(struck)} commands were struck: {sum(len(each.codes) == 1 for each in struck)} ended well by "
-        f"themselves, {sum(len(each.codes) > 1 for each in struck)} were run again, "
-        f"{sum(len(each.codes) - 1 for each in struck)} times in all; "
-        f"{sum(len(each.tracebacks) for each in rounds)} tries ended in a traceback instead of a line"
-    )
-    return "\n".join(lines)
-
-
-def read_log(path: str, seed: int | None = None) -> list[Round]:
-    """The rounds that campaigns have appended to a log, of all seeds or of one."""
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return [
-        Round(**{**line, "faults": [Struck(**fault) for fault in line["faults"]]})
-        for line in lines
-        if line.pop("seed") == seed or seed is None
-    ]
-
-
-def markdown(rounds: list[Round]) -> str:
-    """Faults by kind and by verb, for docs/results/."""
-    verbs = list(dict.fromkeys(each.stage for each in rounds))
-    every = [(fault, each) for each in rounds for fault in each.faults]
-    lines = [
-        f"| fault | {' | '.join(verbs)} | injected | survived | lost or different | too late |",
-        f"|---|{'---|' * (len(verbs) + 4)}",
-    ]
-    for kind in [*sorted({fault.kind for fault, _ in every}), "all"]:
-        fitting = [(fault, each) for fault, each in every if kind in (fault.kind, "all")]
-        hit = [each for fault, each in fitting if fault.injected]
-        lost = sum(bool(each.problem) for each in hit)
-        counts = [sum(each.stage == verb for each in hit) for verb in verbs]
-        counts += [len(hit), len(hit) - lost, lost, len(fitting) - len(hit)]
-        bold = "**" if kind == "all" else ""
-        lines.append(f"| {bold}{kind}{bold} | {' | '.join(f'{bold}{count}{bold}' for count in counts)} |")
-    struck = [each for each in rounds if each.injected]
-    seconds = sorted(each.seconds for each in rounds)
-    lines.append(
-        f"\n{len(struck)} commands were struck: {sum(len(each.codes) == 1 for each in struck)} ended well by "
-        f"themselves, {sum(len(each.codes) > 1 for each in struck)} when run again; "
-        f"{sum(len(each.tracebacks) for each in rounds)} tries ended in a traceback instead of a line. Left behind a "
-        f"minute after a command: {_left(rounds)}. Half of the rounds took up to {seconds[len(seconds) // 2]:.0f} s."
-    )
-    return "\n".join(lines) + "\n"
-
-
-def _left(rounds: list[Round]) -> str:
-    total = Counter[str]()
-    for each in rounds:
-        total.update(each.left)
-    return ", ".join(f"{what}: {count}" for what, count in sorted(total.items())) or "nothing"
 
 
 def run_campaign(
@@ -297,21 +223,23 @@ def run_campaign(
     warm: bool = False,
 ) -> list[Round]:
     """Run so many rounds of each seed, or as many as begin within so many seconds."""
-    stages = tuple(stage for stage in STAGES if not verbs or stage.verb in verbs.split(","))
+    struck = tuple(verbs.split(",")) if verbs else ()
+    last = max(number for number, stage in enumerate(STAGES) if not struck or stage.verb in struck)
+    stages = STAGES[: last + 1]
     done: list[Round] = []
     # A short path: Ray has sockets in it. The environment is ours while we run: we look at the storage by ourselves.
-    with tempfile.TemporaryDirectory(prefix="lq-") as folder, mock.patch.dict(os.environ):
+    stale.remove()
+    with tempfile.TemporaryDirectory(prefix=stale.prefix()) as folder, mock.patch.dict(os.environ):
         world = World(Path(folder), nodes, warm)
         try:
-            show_plan(world, seeds, rounds, faults, stages)
-            campaign, started = Campaign(world, stages, faults), time.monotonic()
+            show_plan(world, seeds, rounds, faults, [stage for stage in stages if not struck or stage.verb in struck])
+            campaign, started = Campaign(world, stages, faults, struck), time.monotonic()
             campaign.learn_undisturbed(Path(reference) if reference else None)
             for seed in seeds:
                 before = read_log(log, seed) if log and Path(log).exists() else []
                 print(f"seed {seed}" + (f", {len(before)} rounds are done" if before else ""), flush=True)
-                first = 1 + max((each.passed for each in before), default=0)
                 todo = max(0, rounds - len(before))
-                for result in itertools.islice(campaign.rounds(seed, first, len(before)), todo):
+                for result in itertools.islice(campaign.rounds(seed, before), todo):
                     done.append(result)
                     print(result.line(), flush=True)
                     if log:
@@ -324,7 +252,7 @@ def run_campaign(
     return done
 
 
-def show_plan(world: World, seeds: list[int], rounds: int, faults: int, stages: tuple[Stage, ...]) -> None:
+def show_plan(world: World, seeds: list[int], rounds: int, faults: int, stages: list[Stage]) -> None:
     """Say what is going to happen, and by which means."""
     print(
         f"seeds {' '.join(map(str, seeds))}: {rounds} commands each ({', '.join(stage.name for stage in stages)}), "
@@ -351,25 +279,25 @@ def end(number: int, frame: object) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Faults strike the whole pipeline; nothing may be lost or differ.")
     parser.add_argument("--seed", type=int, nargs="+", default=[1], dest="seeds")
-    parser.add_argument("--rounds", type=int, default=60, help="commands to strike, for each seed")
+    parser.add_argument("--rounds", type=int, default=60, help="commands to strike, for each seed; 0: only --table")
     parser.add_argument("--faults", type=int, default=4, help="the most that strike one command")
     parser.add_argument("--seconds", type=float, default=7200.0, help="begin no round after that")
     parser.add_argument("--nodes", type=int, default=2, help="worker nodes; 0: each command starts its own Ray")
-    parser.add_argument("--verbs", default="", help="only these stages, such as import,neighbors")
+    parser.add_argument("--verbs", default="", help="strike only these stages, such as import,neighbors")
     parser.add_argument(
         "--reference",
         default="",
         help="keep what an undisturbed run makes in this file, or take it from there: for a campaign in several pieces",
     )
     parser.add_argument("--log", default="", help="append each round as a line of JSON to this file")
-    parser.add_argument("--warm", action="store_true", help="fork commands from a process that has all imported")
+    parser.add_argument("--warm", action="store_true", help="fork commands and workers, and wait for seconds only")
     parser.add_argument("--table", default="", help="write the table of all rounds in --log to this Markdown file")
     arguments = parser.parse_args()
     table = vars(arguments).pop("table")
     if table and not arguments.log:
         parser.error("--table is made from --log")
     signal.signal(signal.SIGTERM, end)
-    rounds = run_campaign(**vars(arguments))
+    rounds = run_campaign(**vars(arguments)) if arguments.rounds else []
     print(summary(rounds))
     if table:
         command = " ".join(["python", "tests/faults/campaign.py", *sys.argv[1:]])

@@ -37,8 +37,9 @@ WITH_NODES = (
     "node out of memory",
     "node without GPU joins",
 )
-# Struck alone: between two commands, or by a second one.
-ALONE = ("input part deleted", "input part replaced", "second driver", "second driver with other settings")
+BETWEEN = ("input part deleted", "input part replaced")  # two commands
+SERVER = "S3 server"
+RIVALS = ("second driver", "second driver with other settings")
 ANYWHERE = (
     "driver killed",
     "driver stopped for a while",
@@ -49,8 +50,11 @@ ANYWHERE = (
     *STORAGE,
 )
 ONLY_CONTENT = ("S3's answer is cut", "S3's answer is damaged", "S3 answers as before a write")
-ENDS_THE_COMMAND = ("driver killed", "head killed", "disk full", "clock jumps")  # at most one of them in a round
+ENDS_THE_COMMAND = ("driver killed", "head killed", "disk full", "clock jumps", *BETWEEN)
 JUMPS = (-86_400.0, -3600.0, 3600.0, 86_400.0, 400 * 86_400.0)
+STRIKE_SECONDS = 0.2  # between two attempts to strike where there is nothing yet to strike
+LONG_SECONDS = (17.0, 20.0)  # longer than a command keeps trying (`campaign_world.HURRY`)
+LONG_OUTAGES = 0.1  # of all
 
 
 def kinds_for(world: World, stage: Stage) -> list[str]:
@@ -63,7 +67,7 @@ def kinds_for(world: World, stage: Stage) -> list[str]:
         impossible |= {"node out of memory": not world.can_run_short}
         kinds += [kind for kind in WITH_NODES if not impossible.get(kind)]
     if stage.verb != "import":
-        kinds += [kind for kind in ALONE if "input" in kind]
+        kinds += BETWEEN
     if stage.verb != "benchmark":  # whose cells are measured by the driver that comes first
         kinds.append("second driver")
     if stage.other:
@@ -71,9 +75,11 @@ def kinds_for(world: World, stage: Stage) -> list[str]:
     return sorted(kinds)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Target:
-    """What a fault can reach of a command: its words, those of a rival, its destination, what it reads."""
+    """What a fault can reach of a command: its words and those of a rival with other settings, both without --to, its
+    destination, what it reads.
+    """
 
     words: list[str]
     other: list[str]
@@ -86,11 +92,23 @@ class Fault:
 
     def __init__(self, world: World, kind: str, at: int, rng: random.Random, target: Target | None = None) -> None:
         self.world, self.kind, self.at, self.rng, self.target = world, kind, at, rng, target
-        self.injected, self.detail = False, ""
+        self.injected, self.detail, self.after = False, "", 0.0
         self._left = rng.randint(1, 5)  # requests that S3 misbehaves for
         self._struck = threading.Event()
         self._undo: tuple[float, Callable[[], None]] | None = None
-        self._before = world.proxy.happened[STORAGE.get(kind, kind)]
+        self._before, self._next, self._began = 0, 0.0, 0.0
+
+    def begin(self) -> None:
+        """The command that it shall strike starts."""
+        self._began = time.monotonic()
+        self._before = self.world.proxy.happened[STORAGE.get(self.kind, self.kind)]
+        if self.at == 0:
+            self.poll(0)
+
+    @property
+    def part(self) -> str:
+        """What it strikes: of each part only one fault lasts at a time."""
+        return SERVER if self.kind.startswith(SERVER) else self.kind.split()[0]
 
     @property
     def lasts(self) -> bool:
@@ -103,19 +121,25 @@ class Fault:
             return None
         if self.kind in STORAGE:
             fitting = self._left > 0 and (method == "GET" or self.kind not in ONLY_CONTENT)
-            self._left -= fitting
+            if self.kind == "S3 answers as before a write":  # once, when there is something else to answer
+                self._left = int(self.world.proxy.happened[STORAGE[self.kind]] == self._before)
+            else:
+                self._left -= fitting
             return STORAGE[self.kind] if fitting else None
         if number == self.at:
-            self._struck.wait(2)
+            self._struck.wait(1)
         return None
 
     def poll(self, requests: int) -> None:
         """Strike when it is time, undo when it is time."""
         if self.kind in STORAGE:
             self.injected = self.world.proxy.happened[STORAGE[self.kind]] > self._before
-        elif requests >= self.at and not self.injected:
+        elif requests >= self.at and not self.injected and time.monotonic() >= self._next:
+            self._next = time.monotonic() + STRIKE_SECONDS
             self.injected = self._strike()
             self._struck.set()
+        if self.injected and not self.after:
+            self.after = round(time.monotonic() - self._began, 1)
         if self._undo is not None and time.monotonic() >= self._undo[0]:
             self.end()
 
@@ -136,12 +160,12 @@ class Fault:
             actors = self.world.actors()
             return bool(actors) and self._strike_process(*self.rng.choice(actors), how)
         if what == "driver":
-            return self._strike_process(self.world.driver.pid, "the driver", how)
+            return self._strike_driver(how)
         if self.kind in WITH_NODES:
-            return self._strike_node(how)
-        if self.kind.startswith("S3 server"):
+            return self.world.nodes[0].running and self._strike_node(how)
+        if self.kind.startswith(SERVER):
             return self._strike_server("killed" in how)
-        if self.kind in ALONE and self.target is not None:
+        if self.kind in (*BETWEEN, *RIVALS) and self.target is not None:
             return self._start_rival(self.target) if what == "second" else self._tamper(self.target)
         if self.kind == "disk full":
             self.world.disk.fill()
@@ -172,8 +196,14 @@ class Fault:
         names = open_place(target.to).list() if other else []
         if other and ("_work/plan.json" not in names or "manifest.json" in names):
             return False
-        self.world.start_rival(target.other if other else target.words)
+        self.world.start_rival([*(target.other if other else target.words), "--to", target.to])
         return True
+
+    def _strike_driver(self, how: str) -> bool:
+        """The command's, or that of its rival."""
+        running = {"the driver": self.world.driver, "the second driver": self.world.rival}
+        drivers = [(driver.pid, title) for title, driver in running.items() if driver and driver.poll() is None]
+        return bool(drivers) and self._strike_process(*self.rng.choice(drivers), how)
 
     def _strike_process(self, pid: int, title: str, how: str) -> bool:
         self.detail = title
@@ -187,7 +217,7 @@ class Fault:
                 os.kill(pid, signal.SIGCONT)
 
         if how != "killed":
-            self._later(1, 4, go_on)
+            self._later(0.3, 2.5, go_on)
         return True
 
     def _strike_node(self, how: str) -> bool:
@@ -222,25 +252,28 @@ class Fault:
             self._later(0.5, 3, lambda: self.world.away.discard(node.number))
         elif how.startswith("stopped"):
             node.send(signal.SIGSTOP)
-            self._later(2, 9, lambda: (node.send(signal.SIGCONT), self.world.away.discard(node.number)))
+            self._later(0.5, 6, lambda: (node.send(signal.SIGCONT), self.world.away.discard(node.number)))
         else:
             node.cut_off()
-            self._later(2, 9, lambda: (node.end_cut(), self.world.away.discard(node.number)))
+            self._later(0.5, 6, lambda: (node.end_cut(), self.world.away.discard(node.number)))
         return True
 
     def _strike_server(self, killed: bool) -> bool:
-        server = self.world.server
+        server, long = self.world.server, self.rng.random() < LONG_OUTAGES
         if killed:
             server.kill()
-            self._later(0.5, 3, server.start)
+            self._later(*(LONG_SECONDS if long else (0.3, 2)), server.start)
         else:
             server.send(signal.SIGSTOP)
-            self._later(1, 7, lambda: server.send(signal.SIGCONT))
+            self._later(*(LONG_SECONDS if long else (0.3, 4)), lambda: server.send(signal.SIGCONT))
         return True
 
 
 class Faults:
-    """The faults of one command, and the count of its requests to storage. One that lasts is over before the next."""
+    """The faults of one command, and the count of its requests to storage.
+
+    One that lasts is over before the next one strikes the same part of the world.
+    """
 
     def __init__(self, faults: list[Fault]) -> None:
         self.faults, self.requests = faults, 0
@@ -254,22 +287,22 @@ class Faults:
         latest_first = reversed(self.faults)
         return next((what for fault in latest_first if (what := fault.at_request(number, method))), None)
 
-    def before(self) -> None:
-        """Strike what comes between two commands."""
+    def begin(self) -> None:
+        """The command is about to start."""
         for fault in self.faults:
-            if fault.at == 0:
-                fault.poll(0)
+            fault.begin()
 
     def poll(self) -> None:
         """For the one who waits for the command."""
-        lasting = [fault for fault in self.faults if fault.lasts]
-        for fault in lasting or self.faults:
-            fault.poll(self.requests)
-            if fault.lasts:
-                break
+        for fault in self.faults:
+            parts = {other.part for other in self.faults if other.lasts}
+            must_wait = fault.part in parts or (fault.kind in RIVALS and SERVER in parts)  # a rival looks at storage
+            if fault.lasts or not must_wait:
+                fault.poll(self.requests)
 
     def end(self) -> None:
         """The command has ended."""
-        for fault in self.faults:
+        for fault in reversed(self.faults):  # an input is repaired when storage answers again
             fault.end()
+        for fault in self.faults:
             fault.poll(0)

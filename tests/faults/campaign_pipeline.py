@@ -4,7 +4,7 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 from PIL import Image
@@ -201,7 +201,7 @@ def fingerprint(uri: str) -> list[list[str | int]]:
     if left:
         raise RuntimeError(f"{uri} is finished, but {left} was left behind")
     if cells:  # named by what they measured: of a model also its metrics, so names differ from pass to pass
-        measured = [Measured.from_bytes(place.read(name)) for name in cells]
+        measured = [Measured.from_bytes(place.read(name), PurePosixPath(name).stem) for name in cells]
         scores = sorted(json.dumps([one.to_dict() for one in each.scores]) for each in measured)
         table = [line.rpartition(",")[0] for line in place.read("results.csv").decode().splitlines()]
         return [["scores", len(scores), *scores], ["table", len(table), *table]]

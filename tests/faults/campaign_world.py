@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import warm_workers
 from ray_nodes import HEALTH, Loopback, Namespaces, RayNode, make_network
 from s3_proxy import FaultyProxy
 from s3_server import S3Server
@@ -18,6 +19,15 @@ from warm_driver import LAUNCH, Command, WarmDriver
 
 PROJECT = LAUNCH.parent.parent.parent
 ANSWER_SECONDS = 5  # that a client waits for S3: time-outs shall not take a minute each
+# Where commands are forked, all that waits does so for seconds: clients for S3, the head for its nodes.
+HURRY = {
+    "LATTQE_S3_ANSWER_SECONDS": "2",
+    "LATTQE_S3_RETRY_SECONDS": "15",
+    "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # an actor less to start
+}
+STALL_SECONDS = 2.5
 DISK_BYTES = 32 << 20
 MEMORY_BYTES = 4 << 30
 SHARED_BYTES = 1 << 30
@@ -26,9 +36,11 @@ ALONE = 'mount --bind "$0" /dev/shm; [ -z "$1" ] || mount --bind "$1" /sys/fs/cg
 SITE = """import os, sys
 from pathlib import Path
 sys.path.append({folder!r})
-import clock
+import clock, warm_workers
+warm_workers.hand_over()
 clock.follow(Path(os.environ["LATTQE_CAMPAIGN_NODE_CLOCK"]))
 """
+WARM_WORKERS = ("sh", "-c", '"$0" "$1" & shift; exec "$@"', sys.executable, str(LAUNCH.with_name("warm_workers.py")))
 LEFTOVER_SECONDS = 60.0
 NO_ACTORS = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::_")  # the last: some of Ray's own
 
@@ -82,11 +94,14 @@ class Memory:
 class World:
     """All of it. With `nodes`, jobs run on a head and that many workers; without, each starts its own Ray.
 
-    `warm`: commands are forked from one process that has imported everything, instead of starting Python for each.
+    `warm`: commands and the nodes' workers are forked from processes that have imported everything, instead of starting
+    Python for each, and nothing is waited for as long as by default (`HURRY`, and `hurry` in `launch.py`). `shipped`:
+    the next commands ship code and settings to new workers all the same, as users' commands do.
     """
 
     def __init__(self, folder: Path, nodes: int, warm: bool = False) -> None:
-        self._closing, self.warm = ExitStack(), None
+        self._closing, self.warm, self._hurry = ExitStack(), None, HURRY if warm else {}
+        self.shipped = False
         self.memories: dict[int, Memory] = {}
         try:
             self._set_up(folder, nodes)
@@ -108,11 +123,13 @@ class World:
         self.server.start()
         self.proxy = FaultyProxy(self.server.endpoint, lambda method, path: None, self.network.outside)
         self._closing.callback(self.proxy.close)
+        if self._hurry:
+            self.proxy.stall_seconds = STALL_SECONDS
         self.disk = Disk(folder / "disk")
         self._closing.callback(self.disk.close)
         self.away: set[int] = set()  # nodes that shall be down for now
         self.driver: Command | subprocess.Popen[bytes] | None = None
-        self.rival: subprocess.Popen[bytes] | None = None  # a second driver
+        self.rival: Command | subprocess.Popen[bytes] | None = None  # a second driver
         self._closing.callback(self.end_driver)
         shared = Disk(folder / "shm", SHARED_BYTES)
         self._closing.callback(shared.close)
@@ -124,6 +141,7 @@ class World:
             "PYTHONPATH": f"{PROJECT}{os.pathsep}{PROJECT / 'tests'}",
             "LATTQE_CAMPAIGN_CLOCK": str(self.clock),
             "TMPDIR": str(self.temporary),
+            **self._hurry,
         }
         everyone = [self._make_node(number) for number in range(nodes + 2 if nodes else 0)]
         self.nodes, self.spare = everyone[: nodes + 1], everyone[-1] if everyone else None
@@ -159,9 +177,13 @@ class World:
             "RAY_memory_monitor_refresh_ms": "100",
         }
         before: list[str] = []
+        if self._hurry:
+            environment[warm_workers.SOCKET] = str(self.folder / f"workers{number}")
         if self.can_run_short:
             self.memories[number] = Memory(self.folder / f"cgroup{number}")
             before = ["unshare", "-m", "sh", "-c", ALONE, str(self.shared), str(self.folder / f"cgroup{number}")]
+        if self._hurry:
+            before += WARM_WORKERS
         return RayNode(self.network, number, self.folder, environment, port=27400 + os.getpid() % 1000, before=before)
 
     @property
@@ -175,12 +197,7 @@ class World:
 
     def start(self, words: list[str]) -> None:
         """Start one verb; its driver runs on the head node."""
-        words = self._at_cluster(words)
-        if self.warm is not None:
-            (self.folder / "driver.log").write_bytes(b"")
-            self.driver = self.warm.start(words, self.folder / "driver.log")
-        else:
-            self.driver = self._start_driver(words, "driver.log")
+        self.driver = self._start_driver(self._at_cluster(words), "driver.log")
 
     def start_rival(self, words: list[str]) -> None:
         """Start a second driver beside the first."""
@@ -189,7 +206,11 @@ class World:
     def _at_cluster(self, words: list[str]) -> list[str]:
         return [*words, *(["--address", self.nodes[0].head_address] if self.nodes and words[0] != "import" else [])]
 
-    def _start_driver(self, words: list[str], log: str) -> subprocess.Popen[bytes]:
+    def _start_driver(self, words: list[str], log: str) -> Command | subprocess.Popen[bytes]:
+        if self.warm is not None:
+            (self.folder / log).write_bytes(b"")
+            hurry = {} if self.shipped else {"LATTQE_CAMPAIGN_HURRY": "1"}
+            return self.warm.start(words, self.folder / log, **hurry)
         within = self.network.within(0) if self.nodes else []
         with open(self.folder / log, "wb") as file:
             return subprocess.Popen(
@@ -208,14 +229,12 @@ class World:
         """What the verb has printed."""
         return (self.folder / log).read_text(errors="replace")
 
-    def wait_for_rival(self, seconds: float) -> int | str | None:
+    def wait_for_rival(self, seconds: float, meanwhile: Callable[[], None]) -> int | str | None:
         """Exit code of the second driver, None where there was none, "hung" where it does not end."""
         if self.rival is None:
             return None
-        try:
-            return self.rival.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return "hung"
+        code = self._wait_for(self.rival, seconds, meanwhile)
+        return "hung" if code is None else code
 
     def end_driver(self) -> None:
         """End whatever is left of the verb, and of a second one, its own Ray included."""
@@ -324,14 +343,19 @@ class World:
         """Wait for the verb, doing something meanwhile; its exit code, or None where it did not end in time."""
         if self.driver is None:
             raise RuntimeError("nothing was started")
+        return self._wait_for(self.driver, seconds, meanwhile)
+
+    def _wait_for(
+        self, driver: Command | subprocess.Popen[bytes], seconds: float, meanwhile: Callable[[], None]
+    ) -> int | None:
         deadline, last = time.monotonic() + seconds, 0.0
-        while self.driver.poll() is None and time.monotonic() < deadline:
+        while driver.poll() is None and time.monotonic() < deadline:
             meanwhile()
             if time.monotonic() - last > 1:
                 self.keep_nodes()
                 last = time.monotonic()
             time.sleep(0.02)
-        return self.driver.poll()
+        return driver.poll()
 
 
 def _in_session(session: int) -> Iterator[int]:

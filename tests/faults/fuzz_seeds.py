@@ -240,7 +240,7 @@ def cell_seed() -> bytes:
     scores = score_ranking(
         np.array([[0, 3, 1], [4, 0, 5]]), LabelTruth(np.array(LABELS), query_labels=np.array([0, 1]))
     )
-    return Measured(tuple(scores.values()), None, {"search": 0.1}, 10).to_bytes(Cell("a", None, None, None))
+    return Measured(tuple(scores.values()), None, {"search": 0.1}, 10).to_bytes(Cell("a", None, None, None), "key")
 
 
 def make_things(folder: Path) -> list[Path]:

@@ -311,7 +311,7 @@ class BenchmarkCell:
     def run(self, folder: Path, rng: random.Random) -> None:
         data = _resealed(self.seed, rng, "checksum") if rng.random() < 0.6 else mutated(self.seed, rng, self.seed)
         try:
-            measured = Measured.from_bytes(data)
+            measured = Measured.from_bytes(data, "key")
         except (ValueError, KeyError, TypeError, RecursionError) as error:  # what `Bench.is_missing` expects
             raise LattqeError(str(error) or "no cell") from error
         for one in measured.scores:

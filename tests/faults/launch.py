@@ -8,7 +8,8 @@ is that of starting Python. The child is a session of its own and can be killed 
 is told on stdout.
 
 Parts, blocks and checkpoints are so small that a set of some hundred rows has several of each. And the clock can be
-moved: by as many seconds as the file says that LATTQE_CAMPAIGN_CLOCK names (`clock.py`).
+moved: by as many seconds as the file says that LATTQE_CAMPAIGN_CLOCK names (`clock.py`). With LATTQE_CAMPAIGN_HURRY,
+patience with workers is as short as their blocks, and code and settings are not shipped: the nodes have them.
 """
 
 import atexit
@@ -49,6 +50,7 @@ WARM = (
     "lattqe.report",
 )
 PART_BYTES, BLOCK_ROWS, PART_QUERIES = 12_000, 64, 32
+PATIENCE = {20.0: 2.0, 5.0: 1.0, 120.0: 10.0}  # seconds by default and here: for stragglers, for room, for a late actor
 
 
 def shrink() -> None:
@@ -63,7 +65,17 @@ def shrink() -> None:
             module.Augmentation = functools.partial(augmentation.Augmentation, block_rows=BLOCK_ROWS)
 
 
-def replace_default(function: Callable[..., Any], old: int, new: int) -> None:
+def hurry() -> None:
+    """Wait for seconds where users wait for minutes."""
+    from cluster import session
+    from cluster.blocks import BlockPolicy
+
+    for usual, short in PATIENCE.items():
+        replace_default(BlockPolicy.__init__, usual, short)
+    session._runtime_env = dict
+
+
+def replace_default(function: Callable[..., Any], old: float, new: float) -> None:
     """Change the default of an argument for all callers."""
     if old not in function.__defaults__:
         raise RuntimeError(f"{function} has no default {old} any more")
@@ -73,13 +85,18 @@ def replace_default(function: Callable[..., Any], old: int, new: int) -> None:
 def run() -> None:
     """One verb, as the command line has it."""
     shrink()
+    if "LATTQE_CAMPAIGN_HURRY" in os.environ:
+        hurry()
     if "LATTQE_CAMPAIGN_CLOCK" in os.environ:
         clock.follow(Path(os.environ["LATTQE_CAMPAIGN_CLOCK"]))
     cli.main()
 
 
 def serve() -> None:
-    """Fork a command for each line {"words", "log"}; tell {"pid"} when it runs, {"pid", "code"} when it has ended."""
+    """Fork a command for each line {"words", "log", "environment"}.
+
+    Tell {"pid"} when it runs, {"pid", "code"} when it has ended.
+    """
     for verb in cli.VERBS:
         importlib.import_module(verb.module)
     for module in WARM:
@@ -93,7 +110,7 @@ def serve() -> None:
             asked = json.loads(line)
             pid = os.fork()
             if pid == 0:
-                _become(asked["words"], asked["log"])
+                _become(**asked)
             children.add(pid)
             print(json.dumps({"pid": pid}), flush=True)
         for pid in list(children):
@@ -103,13 +120,14 @@ def serve() -> None:
                 print(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}), flush=True)
 
 
-def _become(words: list[str], log: str) -> None:
+def _become(words: list[str], log: str, environment: dict[str, str]) -> None:
     """Be the process of one command, to its end."""
     os.setsid()
     target, nothing = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), os.open(os.devnull, os.O_RDONLY)
     for number, source in ((0, nothing), (1, target), (2, target)):
         os.dup2(source, number)
     sys.argv = ["lattqe", *words]
+    os.environ.update(environment)
     code = 0
     try:
         run()

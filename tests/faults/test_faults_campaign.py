@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from campaign import Round, Struck, markdown, read_log, run_campaign, summary
+from campaign import run_campaign
 from campaign_faults import Fault, Faults, Target
 from campaign_pipeline import fingerprint
+from campaign_report import Round, Struck, markdown, read_log, summary
 from campaign_world import PROJECT
 from warm_driver import WarmDriver
 
@@ -92,7 +93,7 @@ def test_a_part_that_is_taken_away_between_two_commands_is_noticed_and_comes_bac
     target = Target([], [], "", [str(tmp_path / "set")])
     world = SimpleNamespace(proxy=SimpleNamespace(happened=Counter()))
     faults = Faults([Fault(world, kind, 0, random.Random(1), target)])
-    faults.before()
+    faults.begin()
     assert faults.faults[0].injected
     with pytest.raises(LattqeError):
         FeatureSet.open(str(tmp_path / "set")).read()

@@ -28,7 +28,7 @@ def test_damaged_files_are_refused_or_right():
 
 
 def test_what_the_fuzzer_found_in_the_store(tmp_path):
-    """Manifests and parts that somebody forged, with checksums that fit."""
+    """Forged manifests and parts with valid checksums."""
     features = make_things(tmp_path)[0]
     path = features / "manifest.json"
     manifest = parse_manifest(path.read_bytes(), "original")

@@ -46,12 +46,13 @@ class WarmDriver:
             self._gone = True
             self._told.notify_all()
 
-    def start(self, words: list[str], log: Path) -> "Command":
-        """Fork a command."""
+    def start(self, words: list[str], log: Path, **environment: str) -> "Command":
+        """Fork a command; `environment` is added to ours."""
+        asked = {"words": words, "log": str(log), "environment": environment}
         with self._told:
             self._latest = None
             assert self._server.stdin is not None
-            self._server.stdin.write(json.dumps({"words": words, "log": str(log)}) + "\n")
+            self._server.stdin.write(json.dumps(asked) + "\n")
             self._told.wait_for(lambda: self._latest is not None or self._gone, START_SECONDS)
             if self._latest is None:
                 raise RuntimeError("the warm driver does not answer")
