@@ -59,8 +59,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     config = preset(options.preset, options.dim, options.set)
-    graph_k = max(config.k_max, config.network.background) if config.sampler == "tuples" else None
-    sampler = make_sampler(clusters(options.rows, 200, options.dim, graph_k), config)
+    sampler = make_sampler(clusters(options.rows, 200, options.dim, config.graph_k), config)
     stage = Stage(LAttQE(config.network), config, Team(device=device))
     plain = LAttQE(config.network).to(device).train()
     plain.head.log_temperature.requires_grad_(False)

@@ -148,7 +148,8 @@ def drawn_kills(count: int, seed: int) -> list[tuple[str, float]]:
 def run_whole(options: argparse.Namespace, check: Any) -> None:
     """Run the stages that are not finished, check graph and index, write the table; exit code 1: a row is wrong."""
     folder = Path(options.to).absolute()
-    compared = write_inputs(folder / "input", photos_in(options.data), options.rows)
+    with photos_in(options.data) as photos:
+        compared = write_inputs(folder / "input", photos, options.rows)
     (folder / "run.toml").write_text(RUN)
     settings = {"rows": options.rows, "workers": options.workers, "kills": options.kills, "seed": options.seed}
     settings |= {"check": options.check} | ({"block_rows": options.block_rows} if options.block_rows else {})

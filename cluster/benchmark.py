@@ -7,46 +7,28 @@ augmentations, each named by what it depends on. Graphs stay, because all method
 distractors alone is computed once for all data sets; an augmentation is removed when its cells are measured.
 """
 
-import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
 
-from cluster import ROWS_HERE, runs_here
-from cluster import augmentation as on_ray
-from cluster.graph import build_graph, prepare_graph
+from cluster import runs_here
+from cluster.benchmark_indexes import Indexes
 from cluster.shards import ShardedIndex
-from lattqe.augmentation import Augmentation, adaptation_for, adapted_rows, begin_index, build_index
-from lattqe.benchmark.cells import (
-    ADAPTED,
-    NOT_MEASURED,
-    Cell,
-    Inputs,
-    Measured,
-    deepest,
-    finished_graphs,
-    measure,
-    method_of,
-)
+from lattqe.augmentation import adaptation_for
+from lattqe.benchmark.cells import NOT_MEASURED, Cell, Inputs, Measured, deepest, finished_graphs, measure, method_of
 from lattqe.benchmark.choosing import missing_cells, rows_key, unplanned
-from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting, graph_method
+from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting
 from lattqe.cost import Work, plans
 from lattqe.cost.augment import weighing_of
 from lattqe.cost.plans import Setting as Where
 from lattqe.cost.work import Stored, summed
-from lattqe.device import resident_bytes
 from lattqe.errors import LattqeError
-from lattqe.expansion import METHODS, create
-from lattqe.expansion.diffusion import MOST_ROWS, GraphRows
-from lattqe.search import FlatIndex, Index
-from lattqe.search.index import SmallIndex
-from lattqe.search.rows import Clock
-from lattqe.search.stored import GraphTask, begin_graph, check_sets, publish_graph
+from lattqe.expansion.diffusion import MOST_ROWS
+from lattqe.search import Index
 from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, open_place, read_manifest
-from lattqe.store.manifest import canonical_json
-from lattqe.store.writer import check_same_vectors, stack_features
+from lattqe.store.writer import check_same_vectors
 
 
 class Bench:
@@ -75,7 +57,9 @@ class Bench:
         self._known: dict[str, Measured] = {}
 
     def _check_plan(self) -> None:
-        """Refuse a model that does not fit a data set, or sets too large to measure or choose a method on."""
+        """Refuse a model that does not fit a data set or a number of neighbors, and sets too large for a method."""
+        for setting in dict.fromkeys([*self.run.expansions(), *self.run.augmentations()]):
+            method_of(setting).check_k(setting.k)
         settings = [method.qe_settings()[0] for method in self.run.methods]
         settings += [one.setting for one in self.run.ablations]
         for name, opened in self.inputs.items():
@@ -132,7 +116,7 @@ class Bench:
             return NOT_MEASURED
         key = self.key(cell)
         if key not in self._known:
-            self._known[key] = Measured.from_bytes(self.place.read(f"{key}.json"))
+            self._known[key] = Measured.from_bytes(self.place.read(f"{key}.json"), key)
         return self._known[key]
 
     def index_seconds(self, cell: Cell) -> dict[str, float] | None:
@@ -179,7 +163,8 @@ class Bench:
 
         def publish(pipeline: Pipeline, measured: Measured) -> None:
             cell = by_pipeline[pipeline]
-            self.place.write(f"{self.key(cell)}.json", measured.to_bytes(cell))
+            key = self.key(cell)
+            self.place.write(f"{key}.json", measured.to_bytes(cell, key))
             on_done(cell)
 
         with self._index(group[0]) as (index, rows):
@@ -204,200 +189,6 @@ class Bench:
     def _graph_k(self) -> int:
         """Neighbors enough for every database setting of the run, so that one graph of some rows serves them all."""
         return max((method_of(each, dba=True).depth(each.k) for each in self.run.augmentations()), default=1)
-
-
-class Indexes:
-    """Opens the index of some rows for as long as its cells are being measured.
-
-    known: finished graphs, as `finished_graphs` calls them.
-    """
-
-    def __init__(
-        self,
-        folder: str,
-        models: dict[str, str],
-        workers: int | None,
-        shards: int | None,
-        known: dict[tuple[str, ...], NeighborGraph],
-    ) -> None:
-        self.folder, self.models, self.workers, self.shards, self.known = folder, models, workers, shards, known
-        self.process = resident_bytes()  # as a worker is that holds no data
-        self.tell: Callable[[str], None] = lambda note: None
-        self.memory: dict[str, dict[str, int]] = {}  # of the largest worker of each stage that ran on Ray
-        self.costs = open_place(f"{folder}/costs")
-
-    @contextmanager
-    def original(self, sets: list[FeatureSet]) -> Iterator[tuple[Index, FeatureSet]]:
-        """The rows as they are."""
-        with self._open([each.uri for each in sets]) as index:
-            yield index, sets[0]
-
-    @contextmanager
-    def adapted(self, key: str, sets: list[FeatureSet]) -> Iterator[tuple[Index, FeatureSet]]:
-        """The rows in the space that is adapted to them; `key` names the result."""
-        to = f"{self.folder}/indexes/{key}-{ADAPTED}"
-        rows = self._adapted(self._joined(sets), to)
-        with self._open([rows.uri]) as index:
-            yield index, rows
-        open_place(to).delete_tree()
-
-    @contextmanager
-    def augmented(
-        self, key: str, sets: list[FeatureSet], dba: Setting, graph_k: int
-    ) -> Iterator[tuple[Index, FeatureSet]]:
-        """The rows expanded from their neighbors; `key` names the result, `graph_k` is how long the graph is to be."""
-        in_space = bool(dict(dba.params).get("adapt"))
-        if dba.method in GRAPH_METHODS:
-            with self.adapted(key, sets) if in_space else nullcontext((None, sets[0])) as (_, rows):
-                yield self._propagated(key, [rows] if in_space else sets, dba), rows
-            return
-        clock = Clock()
-        k = max(min(graph_k, sum(each.rows for each in sets) - 1), 1)  # a single row has none, a list needs an entry
-        to = f"{self.folder}/indexes/{key}-{k}"
-        graph = self.known.get(rows_key(sets, dba))
-        if graph is not None and in_space:
-            features = FeatureSet.open(graph.manifest.inputs["features"]["uri"])
-        else:
-            with clock("graph"):
-                features = self._joined(sets)
-            if in_space:
-                with clock("adapt"):
-                    features = self._adapted(features, to)
-            if graph is None:
-                with clock("graph"):
-                    graph = self._graph([features] if in_space else sets, features, k)
-        with clock("augment"):
-            self._augment(features, graph, dba, to)
-        self._note_seconds(key, clock)
-        with self._open([to]) as index:
-            yield index, FeatureSet.open(to)
-        open_place(to).delete_tree()
-
-    def _joined(self, sets: list[FeatureSet]) -> FeatureSet:
-        """The rows of all as one set."""
-        if len(sets) == 1:
-            return sets[0]
-        return stack_features(sets, f"{self.folder}/joined/{'-'.join(each.digest[:16] for each in sets)}")
-
-    def _adapted(self, features: FeatureSet, to: str) -> FeatureSet:
-        """The rows adapted to their collection, as `lattqe augment` adapts those of an index."""
-        self.tell(f"{features.rows:,} rows are adapted to their collection")
-        if runs_here(features.rows, self.workers):
-            return adapted_rows(features, to, lambda rows: None)
-        made, memory = on_ray.adapted_rows(features, to, lambda rows: None, workers=self.workers)
-        self.note_memory("adaptation", memory)
-        return made
-
-    def _propagated(self, key: str, sets: list[FeatureSet], dba: Setting) -> Index:
-        """The rows after a method that needs the whole graph at once, in this process."""
-        self.tell(f"{dba.method} over {sum(each.rows for each in sets):,} rows")
-        clock = Clock()
-        with clock("graph"):
-            rows = GraphRows(np.concatenate([each.read() for each in sets]))
-            rows.lists(dba.k)
-        with clock("augment"):
-            xb = graph_method(dba).augment(rows)
-        self._note_seconds(key, clock)
-        return SmallIndex(xb) if len(xb) <= ROWS_HERE else FlatIndex(xb)
-
-    def _note_seconds(self, key: str, clock: Clock) -> None:
-        """Keep what an index took, unless an earlier run did."""
-        if not self.costs.exists(f"{key}.json"):
-            self.costs.write(f"{key}.json", canonical_json({"graph": 0.0, **clock.seconds}))
-
-    def seconds(self, key: str) -> dict[str, float] | None:
-        """What graph, augmentation and any adaptation took; the graph counts for the cell that needed it first."""
-        return json.loads(self.costs.read(f"{key}.json")) if self.costs.exists(f"{key}.json") else None
-
-    @contextmanager
-    def _open(self, uris: list[str]) -> Iterator[Index]:
-        """An exact index of some rows: in shards, or here where starting them would cost more than searching."""
-        sets = [FeatureSet.open(uri) for uri in uris]
-        if self.shards is None and runs_here(sum(each.rows for each in sets)):
-            yield SmallIndex(np.concatenate([each.read() for each in sets]))
-            return
-        with ShardedIndex(uris, self.shards) as index:
-            yield index
-
-    def note_memory(self, stage: str, found: dict[str, int]) -> None:
-        """Keep the predicted and the real bytes of a stage's workers where they are the largest so far."""
-        known = self.memory.get(stage, {})
-        self.memory[stage] = {name: max(size, known.get(name, 0)) for name, size in found.items()}
-
-    def _graph(self, sets: list[FeatureSet], features: FeatureSet, k: int) -> NeighborGraph:
-        """Compute the graph of all rows; on Ray that of the distractors once, unless it is there, and the database is
-        merged into it.
-        """
-        database, distractors = sets[0], sets[1] if len(sets) > 1 else None
-        to = f"{self.folder}/graphs/{features.digest[:16]}-{k}"
-        self.tell(f"graph of {features.rows:,} rows")
-        if runs_here(features.rows, self.workers):
-            return publish_graph(features, k, to)
-        if distractors is None or distractors.rows <= k:
-            return self._graph_on_ray(GraphTask(features.uri, to, k))
-        theirs = self.known.get((distractors.digest,))
-        if theirs is None:
-            theirs = self._graph_on_ray(
-                GraphTask(distractors.uri, f"{self.folder}/graphs/{distractors.digest[:16]}-{k}", k)
-            )
-        return self._graph_on_ray(GraphTask(database.uri, to, k, distractors.uri, theirs.uri))
-
-    def _graph_on_ray(self, task: GraphTask) -> NeighborGraph:
-        check_sets(task)
-        pending = begin_graph(task)
-        if pending.finished is None:
-            task, plan, pending = prepare_graph(task, self.workers)
-            done = 0
-
-            def advance(products: int) -> None:
-                nonlocal done
-                done += products
-                self.tell(f"graph of {plan.rows:,} rows, {100 * done / plan.products:.0f} %")
-
-            peak = build_graph(task, advance, plan=plan, pending=pending).peak_bytes
-            predicted = plan.work.worker_bytes + plan.work.mapped
-            self.note_memory("graph", {"predicted_worker_bytes": predicted, "peak_worker_bytes": peak})
-        pending.finish()
-        return NeighborGraph.open(task.to)
-
-    def _augment(self, features: FeatureSet, graph: NeighborGraph, dba: Setting, to: str) -> None:
-        """Expand all rows of a set, in this process or on Ray."""
-        params = dict(dba.params) | METHODS[dba.method].row_params
-        hops, alpha, adapted = params.pop("hops", 1), params.pop("hop_alpha", None), params.pop("adapt", False)
-        alpha = method_of(dba, dba=True).hop_alpha(features.rows) if alpha is None else alpha
-        task = Augmentation(
-            features.uri, graph.uri, to, dba.method, dba.k, params, hops=hops, hop_alpha=alpha, adapt=adapted
-        )
-        for stage in task.stages():
-            self._build(stage, features.rows)
-
-    def _build(self, task: Augmentation, total: int) -> None:
-        pending = begin_index(task)
-        what = f"{task.hops} hops of {task.method}" if task.hopping else f"{task.method} augments"
-        done, every = 0, total * (task.hops if task.hopping else 1)
-
-        def advance(rows: int) -> None:
-            nonlocal done
-            done += rows
-            self.tell(f"{what} {done:,} of {every:,} rows")
-
-        advance(0)
-        if runs_here(total, self.workers):
-            build_index(task, advance)
-        else:
-            predicted = self._predicted(task)
-            peak = on_ray.build_index(task, advance, workers=self.workers, pending=pending).peak_bytes
-            stage = "hops" if task.hopping else "augmentation"
-            self.note_memory(stage, {"predicted_worker_bytes": predicted, "peak_worker_bytes": peak})
-        pending.finish()
-
-    def _predicted(self, task: Augmentation) -> int:
-        """Bytes of a worker of an augmentation or of its hops, mapped files included."""
-        if task.hopping:
-            return on_ray.predict_hop_memory(task.hop_task(), self.process)
-        features, graph = FeatureSet.open(task.features), NeighborGraph.open(task.graph)
-        method, reach = create(task.method, **task.params), on_ray.choose_reach("auto", features, task.cache)
-        return on_ray.predict_memory(task, features, graph, method, reach, self.process).total
 
 
 def plan_cells(bench: Bench, where: Where) -> list[Work]:

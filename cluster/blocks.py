@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -276,6 +276,57 @@ class _BlockRun(Generic[Block]):
         for actor in self.actors.values():
             ray.kill(actor)
         self.watch.close()
+
+
+def ask_actors(
+    actors: Sequence[Any],
+    method: str,
+    requests: Iterable[Mapping[int, Sequence[Any]]],
+    recover: Callable[[int, RayError], None],
+    window: int = 1,
+    watch: Watch | None = None,
+) -> Iterator[dict[int, Any]]:
+    """Call a method of some actors for each request, {number of an actor: arguments}, that changes nothing there; yield
+    the answers {number: answer} of one request after the other, at most `window` of which are under way.
+
+    recover(number, error): waits until an actor that failed can be asked again, or raises. It is called once for each
+    death, however many answers were lost with it; all of them are asked for again.
+    """
+    flights: dict[Any, tuple[int, int, int]] = {}
+    asking: dict[int, Mapping[int, Sequence[Any]]] = {}
+    answers: dict[int, dict[int, Any]] = {}
+    lives: Counter[int] = Counter()
+
+    def send(request: int, actor: int) -> None:
+        reference = getattr(actors[actor], method).remote(*asking[request][actor])
+        flights[reference] = (request, actor, lives[actor])
+
+    following, first = enumerate(requests), 0
+    while True:
+        while len(asking) < window and (more := next(following, None)) is not None:
+            asking[more[0]], answers[more[0]] = more[1], {}
+            for actor in more[1]:
+                send(more[0], actor)
+        if not asking:
+            return
+        while len(answers[first]) < len(asking[first]):
+            for reference in ray.wait(list(flights), num_returns=1)[0]:
+                request, actor, life = flights.pop(reference)
+                try:
+                    answers[request][actor] = ray.get(reference)
+                except RayError as error:
+                    if life == lives[actor]:
+                        recover(actor, error)
+                        lives[actor] += 1
+                    if watch is not None:
+                        watch.retried(f"{method} {request}", actor)
+                    send(request, actor)
+                else:
+                    if watch is not None:
+                        watch.count(actor)
+        del asking[first]
+        yield answers.pop(first)
+        first += 1
 
 
 def check_parts(pending: Pending) -> None:

@@ -121,7 +121,7 @@ class ExtractionWorker:
 def extract_blocks(
     task: ExtractionTask, workers: Workers, blocks: list[int], on_done: Callable[[BlockReport], None]
 ) -> BlockSummary:
-    """Describe the given blocks; `on_done` hears of each as it is published."""
+    """Describe the given blocks; `on_done` is called for each as it is published."""
     count = min(workers.count, len(blocks))
     part_rows = Pending.attach(task.stage_uri).part_rows
     require_resources({"CPU": workers.cpus, "GPU": workers.gpus}, count)

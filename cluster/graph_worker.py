@@ -7,9 +7,7 @@ order. So the set is the file's name, two writers of one name write the same byt
 can be read from the names of its files.
 """
 
-import json
 import re
-import resource
 import shutil
 import time
 from collections import deque
@@ -25,6 +23,7 @@ import ray
 from cluster.session import fitting_threads, gpus_available, room_for
 from lattqe.cost.graph import Cut
 from lattqe.cost.rows import visitor_rows
+from lattqe.device import peak_bytes
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.search.compare import Lists, compare_between, compare_one_way, compare_within
 from lattqe.search.exact import exact_scores, published
@@ -32,7 +31,7 @@ from lattqe.search.graph import join_lists
 from lattqe.search.rows import Clock, Rows, in_one
 from lattqe.search.stored import GraphTask, open_sets
 from lattqe.store import MissingFileError, NeighborGraph, Pending, Place, neighbors_table, open_place
-from lattqe.store.manifest import seal_bytes, unseal_bytes
+from lattqe.store.manifest import seal_bytes, seal_json, unseal_bytes, unseal_json
 from lattqe.store.place import traffic
 
 MEASURING_SECONDS = 300.0  # for a worker that measures to be placed, to start on a crowded node and to be done
@@ -105,11 +104,14 @@ def probe(task: GraphTask) -> dict[str, Any]:
 def agree_on_cut(place: Place, cut: Cut) -> Cut:
     """Use this cut, or the one that an earlier run of the same job has begun with: its files belong to that."""
     try:
-        place.create(CUT, json.dumps({"bounds": cut.bounds, "own": cut.own, "schedule": cut.schedule}).encode())
+        place.create(CUT, seal_json({"bounds": cut.bounds, "own": cut.own, "schedule": cut.schedule}))
         return cut
     except AlreadyExistsError:
-        there = json.loads(place.read(CUT))
-        return Cut(tuple(there["bounds"]), there["own"], there.get("schedule", "pairs"))
+        try:
+            there = unseal_json(place.read(CUT), f"{place.uri}/{CUT}")
+        except CorruptDataError as error:
+            raise CorruptDataError(f"{error}; delete {place.uri}, which is not finished, and begin again") from error
+        return Cut(tuple(there["bounds"]), there["own"], there["schedule"])
 
 
 def check_disk(uri: str, needed: int) -> None:
@@ -218,7 +220,7 @@ class GraphWorker:
             "stale": stale,
             "seconds": dict(self.clock.seconds) | {"waiting": waited},
             "busy": self.idle_since - started,
-            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_bytes": peak_bytes(),
         }
 
     def compare(self, a: int, b: int, seen_a: int, seen_b: int) -> None:
@@ -314,7 +316,7 @@ class GraphWorker:
 
     def lanes(self) -> Any:
         """Lanes of the plan's kind of products; faiss takes float32 rows from main memory."""
-        from lattqe.search.products import lanes_on
+        from lattqe.search.lanes import lanes_on
 
         return lanes_on(self.device, self.task.kind) if self.task.engine == "lattqe" else lanes_on()
 

@@ -30,7 +30,8 @@ from lattqe.errors import CorruptDataError
 from lattqe.search.compare import Lists, compare_one_way, rows_per_block
 from lattqe.search.exact import exact_scores, just_below, merge, published
 from lattqe.search.graph import join_lists
-from lattqe.search.products import Block, Products, lanes_on
+from lattqe.search.lanes import lanes_on
+from lattqe.search.products import Block, Products
 from lattqe.search.rows import Clock, in_one, tiles
 from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, Pending, neighbors_table
 from lattqe.store.features import Kept
@@ -228,7 +229,7 @@ class GrowthWorker:
             self.asked = group, self.features.gather(rows)
         lists = Lists.empty(len(rows), k)
         first, last = slab * self.slab_rows, min((slab + 1) * self.slab_rows, self.features.rows)
-        with lanes_on() as lanes:
+        with lanes_on(dim=self.features.dim, products=float(len(rows)) * (last - first)) as lanes:
             asked = Block.load(self.asked[1], lanes[0], k, widen=True)
             for lo, hi in tiles(last - first, visitor_rows(self.features.dim)):
                 visitors = self.load(first + lo, first + hi, k, lanes[0])
@@ -267,7 +268,7 @@ class GrowthWorker:
         if not joined:
             return lists
         floor = np.where(ids[:, -1] < 0, -np.inf, just_below(scores[:, -1].astype(np.float64)).astype(np.float64))
-        with lanes_on() as lanes:
+        with lanes_on(dim=self.features.dim, products=float(stop - start) * joined) as lanes:
             rows = self.load(start, stop, self.k, lanes[0])
             for lo, hi in tiles(joined, visitor_rows(self.features.dim)):
                 first = len(self.kept) + lo

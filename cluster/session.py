@@ -11,14 +11,12 @@ every node; so they come from a function that Ray runs in each new worker and ke
 import logging
 import os
 import secrets
-import select
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 import lattqe
+from cluster.watched import GoneError, disconnect, watched
 from lattqe.cost.work import Machines
 from lattqe.errors import LattqeError, event
 
@@ -251,70 +250,6 @@ def _start_local(**settings: Any) -> None:
             ) from error
 
 
-def _processes_here() -> dict[str, int]:
-    """Process ids, as far as known: of the raylet that this driver talks to and, where it has started one, its head."""
-    node = ray._private.worker._global_node
-    if node is None:
-        return {}
-    names = (ray_constants.PROCESS_TYPE_GCS_SERVER, ray_constants.PROCESS_TYPE_RAYLET)
-    found = {name: started[0].process.pid for name in names if (started := node.all_processes.get(name))}
-    if ray_constants.PROCESS_TYPE_RAYLET not in found:  # somebody else's: who listens at its socket?
-        with suppress(OSError, AttributeError), socket.socket(socket.AF_UNIX) as knock:
-            knock.connect(node.raylet_socket_name)
-            listener = knock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            found[ray_constants.PROCESS_TYPE_RAYLET] = struct.unpack("3i", listener)[0]
-    return {name: pid for name, pid in found.items() if pid > 0}
-
-
-@contextmanager
-def _watched() -> Iterator[None]:
-    """End the body with one line when a process of Ray on this machine has ended: alone it might wait for an answer
-    without end.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(os, "pidfd_open"):
-        yield
-        return
-    ended: list[str] = []
-    node = ray._private.worker._global_node
-    tell = signal.SIGRTMIN + 7  # jobs in the background of a script ignore SIGINT
-    with ExitStack() as stack:
-        watched = {}
-        for name, pid in _processes_here().items():
-            with suppress(OSError):  # ended already, or of another user
-                watched[os.pidfd_open(pid)] = name
-                stack.callback(os.close, next(reversed(watched)))
-        done, finish = os.pipe()
-        stack.callback(os.close, done)
-
-        def wait() -> None:
-            poll = select.poll()
-            for descriptor in (done, *watched):
-                poll.register(descriptor, select.POLLIN)
-            seen = [descriptor for descriptor, _ in poll.poll()]
-            if done not in seen and ray.is_initialized() and ray._private.worker._global_node is node:  # not by us
-                ended.append(watched[seen[0]])
-                signal.pthread_kill(main, tell)
-
-        def interrupt(number: int, frame: Any) -> None:
-            raise KeyboardInterrupt  # which every job knows how to end by
-
-        stack.callback(signal.signal, tell, signal.signal(tell, interrupt))
-        main, thread = threading.get_ident(), threading.Thread(target=wait, name="ray-watch", daemon=True)
-        thread.start()
-        try:
-            yield
-        except KeyboardInterrupt as error:
-            if not ended:
-                raise
-            raise LattqeError(
-                f"Ray has ended on this machine (its {ended[0]} is gone, often for lack of memory): finished work is "
-                "kept; run the same command again to continue, with fewer --workers if memory was short"
-            ) from error
-        finally:
-            os.close(finish)  # which the thread sees as the end of the pipe
-            thread.join()
-
-
 @contextmanager
 def ray_session(address: str | None = None, cpus: int | None = None) -> Iterator[None]:
     """Run the body connected to Ray.
@@ -331,6 +266,7 @@ def ray_session(address: str | None = None, cpus: int | None = None) -> Iterator
     with nullcontext() if address else _closed_to_others():
         with _own_signals():
             _connect(address, cpus)
+        gone = False
         try:
             owned = ray.cluster_resources()
             event(
@@ -339,10 +275,13 @@ def ray_session(address: str | None = None, cpus: int | None = None) -> Iterator
                 nodes=len(ray.nodes()),
                 resources={name: owned[name] for name in ("CPU", "GPU", "memory") if name in owned},
             )
-            with _watched(), grown_cluster():
+            with watched(), grown_cluster():
                 yield
+        except GoneError:
+            gone = address is not None  # a Ray of our own is ended with all its processes
+            raise
         finally:
-            ray.shutdown()
+            disconnect(gone)
 
 
 def gpus_available() -> int:

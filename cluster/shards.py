@@ -14,12 +14,13 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.blocks import ACTOR_LOST, user_error
+from cluster.blocks import ACTOR_LOST, ask_actors, user_error
 from cluster.graph_worker import threads_for
 from cluster.monitor import Watch
 from cluster.session import gpus_available
@@ -28,11 +29,12 @@ from lattqe.errors import LattqeError
 from lattqe.search.exact import merge, published
 from lattqe.search.rows import check_queries, tiles
 from lattqe.store import FeatureSet
+from lattqe.store.features import rows_of_ids
 from lattqe.store.place import node_folder, traffic
 
 QUERY_BLOCK = 1024  # queries put into the object store at once: 8 MiB at 2048-D
-ROWS_PER_SHARD = 100_000  # below this a further CPU shard costs more than it saves
 MAX_ROWS = 2**31 - 1  # row numbers are int32
+ROWS_PER_SHARD = 100_000  # below this a further CPU shard costs more than it saves
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Piece:
     uri: str
     start: int
     stop: int
+    ids: bool = False  # whether their ids are kept, too
 
 
 class Shard:
@@ -66,7 +69,11 @@ class Shard:
         from lattqe.search.rows import in_one
 
         torch.set_num_threads(threads)
-        parts = [part for piece in pieces for part in FeatureSet.open(piece.uri, cache).pieces(piece.start, piece.stop)]
+        parts: list[np.ndarray] = []
+        self.ids: list[pa.Array] = []  # of the first rows
+        for piece in pieces:
+            keep = self.ids.append if piece.ids else None
+            parts += FeatureSet.open(piece.uri, cache).pieces(piece.start, piece.stop, keep)
         self.index = FlatIndex(in_one(parts), pick_device(device), first_row)
 
     def loaded(self) -> tuple[int, int]:
@@ -89,6 +96,11 @@ class Shard:
         """Vectors (n, D) of those of `rows` (m,) that are here, in their order and as stored: half travels as half."""
         return self.index.gather_stored(rows[self._here(rows)])
 
+    def find_ids(self, ids: pa.Array) -> np.ndarray:
+        """Rows (n,) int64 of ids that are here, -1 for the others."""
+        stored = pa.chunked_array(self.ids, pa.string())
+        return rows_of_ids(ids, lambda least: [(self.index.first_row, stored)])
+
     def peak(self) -> int:
         """The most memory that this process ever had, mapped files included."""
         from lattqe.device import peak_bytes
@@ -104,7 +116,7 @@ class ShardedIndex:
 
     `shards`: default one for each GPU; without GPUs one for each 100,000 rows, as many as there are CPUs at most.
     `cpus`: of one shard; default its share of the cluster's. `by_memory`: shards that only hold rows for others take
-    memory instead of CPUs and GPUs.
+    memory instead of CPUs and GPUs. `ids`: the ids of the first set are kept, for `find_ids`.
     """
 
     def __init__(
@@ -117,6 +129,7 @@ class ShardedIndex:
         policy: ShardPolicy | None = None,
         query_block: int = QUERY_BLOCK,
         by_memory: bool = False,
+        ids: bool = False,
     ) -> None:
         self.uris = [uris] if isinstance(uris, str) else list(uris)
         self.policy, self._query_block = policy or ShardPolicy(), query_block
@@ -134,7 +147,7 @@ class ShardedIndex:
         self._group = reserve(self.bundle, self.shards, self.policy.start_timeout)
         spans = [(each.uri, each.rows) for each in sets]
         self._actors = [
-            self._start(shard, cut_pieces(spans, *cut), node_folder(cache))
+            self._start(shard, cut_pieces(spans, *cut, ids), node_folder(cache))
             for shard, cut in enumerate(pairwise(self.cuts))
         ]
         try:
@@ -195,38 +208,19 @@ class ShardedIndex:
 
     def _ask(self, method: str, requests: Sequence[tuple[Any, ...]]) -> Iterator[list[Any]]:
         """Ask all shards for each request; yield the answers of all shards, request by request, in order."""
-        flights: dict[Any, tuple[int, int, int]] = {}
-        answers: dict[int, dict[int, Any]] = {}
-        shared: dict[int, list[Any]] = {}
-        sent = 0
 
-        def send(request: int, shard: int) -> None:
-            reference = getattr(self._actors[shard], method).remote(*shared[request])
-            flights[reference] = (request, shard, self._failures[shard])
+        def shared() -> Iterator[dict[int, list[Any]]]:
+            for request in requests:
+                parts = [ray.put(part) if isinstance(part, np.ndarray) else part for part in request]
+                yield dict.fromkeys(range(self.shards), parts)
 
-        for number in range(len(requests)):
-            while len(answers.get(number, ())) < self.shards:
-                while sent < min(number + self.policy.window, len(requests)):
-                    shared[sent] = [ray.put(part) if isinstance(part, np.ndarray) else part for part in requests[sent]]
-                    answers[sent] = {}
-                    for shard in range(self.shards):
-                        send(sent, shard)
-                    sent += 1
-                for reference in ray.wait(list(flights), num_returns=1)[0]:
-                    asked, shard, life = flights.pop(reference)
-                    try:
-                        answers[asked][shard] = ray.get(reference)
-                    except RayError as error:
-                        if life == self._failures[shard]:  # else one death took several blocks, and it is rebuilt
-                            self._note_failure(shard, error)
-                            self._wait_ready(shard)
-                        self._watch.retried(f"{method} {asked}", shard)
-                        send(asked, shard)
-                    else:
-                        self._watch.count(shard)
-            del shared[number]
-            complete = answers.pop(number)
-            yield [complete[shard] for shard in range(self.shards)]
+        for answers in ask_actors(self._actors, method, shared(), self._recover, self.policy.window, self._watch):
+            yield [answers[shard] for shard in range(self.shards)]
+
+    def _recover(self, shard: int, error: RayError) -> None:
+        """Wait until Ray has built a shard again; raise what the user should know, or a shard that dies too often."""
+        self._note_failure(shard, error)
+        self._wait_ready(shard)
 
     def search(self, xq: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Find the k best rows of all shards: D (nq, k) float32, I (nq, k) int32. See lattqe.search.Index."""
@@ -276,6 +270,10 @@ class ShardedIndex:
             for shard, part in enumerate(parts):
                 out[(block >= self.cuts[shard]) & (block < self.cuts[shard + 1])] = part
         return vectors
+
+    def find_ids(self, ids: pa.ChunkedArray) -> np.ndarray:
+        """Rows (n,) int64 of ids in the first set, -1 where there is none: looked up where the rows are."""
+        return np.max(next(self._ask("find_ids", [(ids.combine_chunks(),)])), axis=0)
 
     def _blocks(self, array: np.ndarray) -> list[np.ndarray]:
         return [np.ascontiguousarray(array[lo:hi]) for lo, hi in tiles(len(array), self._query_block)]
@@ -335,13 +333,13 @@ def _joint_shape(sets: list[FeatureSet]) -> tuple[int, int]:
     return rows, sets[0].dim
 
 
-def cut_pieces(spans: Sequence[tuple[str, int]], start: int, stop: int) -> list[Piece]:
-    """The parts of feature sets (uri, rows), laid end to end, that make up rows start..stop."""
+def cut_pieces(spans: Sequence[tuple[str, int]], start: int, stop: int, ids: bool = False) -> list[Piece]:
+    """The parts of feature sets (uri, rows), laid end to end, that make up rows start..stop; with ids of the first."""
     pieces, first = [], 0
     for uri, rows in spans:
         low, high = max(start, first), min(stop, first + rows)
         if low < high:
-            pieces.append(Piece(uri, low - first, high - first))
+            pieces.append(Piece(uri, low - first, high - first, ids and not first))
         first += rows
     return pieces
 

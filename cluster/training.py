@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.blocks import ACTOR_LOST
 from cluster.monitor import Watch
 from cluster.session import GROW_SECONDS, fitting_threads, require_resources, worker_device
 from lattqe.errors import LattqeError
@@ -37,6 +39,7 @@ POLL_SECONDS = 0.25
 PLACING_SECONDS = 60.0  # for nodes to come that have room for all workers
 STOP_SECONDS = 6.0  # after Ctrl-C: for the update that runs and its checkpoint; then the last checkpoint must do
 LEAVE_SECONDS = 3.0  # and for Ray Train to see that its workers have ended
+LOST_SECONDS = 120.0  # for the same where the board is lost: a group that is just being started must find that out
 
 
 @dataclass
@@ -85,7 +88,13 @@ class Board:
 
 
 def run_worker(config: dict[str, Any]) -> None:
-    """What each worker runs: join the team, continue from the destination's checkpoint, train."""
+    """What each worker runs: train as long as there is a board; without one the driver has given up, and so do they."""
+    with suppress(*ACTOR_LOST):
+        _train_as_one_of_a_team(config)
+
+
+def _train_as_one_of_a_team(config: dict[str, Any]) -> None:
+    """Join the team, continue from the destination's checkpoint, train."""
     import ray.train.torch
     import torch
 
@@ -146,8 +155,14 @@ def train_on_cluster(
                 _follow(fit, board, _counting(show, plan.config.batch))
             except KeyboardInterrupt:
                 _save_and_stop(board)
-                wait([fit], timeout=LEAVE_SECONDS)  # a thread that still waits for Ray may crash where Ray is gone
+                wait([fit], timeout=LEAVE_SECONDS)  # a thread that still waits for Ray may crash where Ray has ended
                 raise
+            except ACTOR_LOST as error:
+                wait([fit], timeout=LOST_SECONDS)
+                raise LattqeError(
+                    "the actor that carries the training's progress has died (often for lack of memory on the driver's "
+                    "machine): the same command continues from the last checkpoint"
+                ) from error
         finally:
             ray.kill(board)
 
@@ -197,13 +212,15 @@ def _trainer(
     plan: "Plan", board: Any, workers: int, threads: int, resources: dict[str, float], storage: str, max_failures: int
 ) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
+
+    from cluster.process_group import torch_config
 
     use_gpu = "GPU" in resources
     return TorchTrainer(
         run_worker,
         train_loop_config={"plan": plan.to_dict(), "board": board, "threads": threads, "gpu": use_gpu},
-        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo", timeout_s=COLLECTIVE_SECONDS),
+        torch_config=torch_config("nccl" if use_gpu else "gloo", workers, storage, COLLECTIVE_SECONDS),
         scaling_config=ScalingConfig(num_workers=workers, use_gpu=use_gpu, resources_per_worker=resources),
         run_config=RunConfig(
             name="train",

@@ -210,8 +210,6 @@ def verify(
         total = open_artifact(uri).manifest.total_bytes
         with progress_bar("verifying", total) as bar:
             manifest = verify_artifact(uri, bar.advance)
-        if manifest.kind == "model":
-            check_model(uri)
         if recompute:
             recompute_rows(uri, recompute)
     except CorruptDataError as error:
@@ -230,24 +228,6 @@ def verify(
             markup=False,
             soft_wrap=True,
         )
-
-
-def check_model(uri: str) -> None:
-    """The tensors of a network, a whitening or an adaptation must be those that its config.json describes."""
-    from lattqe.store import load_model
-
-    config = load_model(uri)[1]
-    try:
-        if "network" in config:
-            from lattqe.model import LAttQE
-
-            LAttQE.load(uri)
-        elif config.get("kind") in ("whitening", "adaptation"):
-            from lattqe.whitening import load_map
-
-            load_map(uri)
-    except LattqeError as error:
-        raise CorruptDataError(str(error)) from error
 
 
 def recompute_rows(uri: str, count: int) -> None:

@@ -2,9 +2,7 @@
 leave such an index, where only rows whose neighborhoods changed are augmented again.
 """
 
-import time
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jobs.console import Json, command, note_adapted, note_approximate, progress_bar, run, screen, show_table
-from jobs.index import NAMES, Made, augment, augment_here, checked_device, method_options, method_params, report
+from jobs.index import NAMES, OnScreen, method_options, method_params, report
 from jobs.plan import Address, Assume, Cache, Plan, Workers, on_ray, setting, tell
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
     from collections import Counter
 
+    from cluster.indexes import Built
     from lattqe.augmentation import Augmentation, GrowthCost, Recipe
     from lattqe.augmentation.growth import Growth
     from lattqe.cost import Work
@@ -104,6 +103,7 @@ def main(
     theta = create(method, **params)
     theta.check_width(original.dim, f"features in {features}")
     k = check_k(k or theta.suggested_k(dba=True), original.rows)
+    theta.check_k(k)
     hops, hop_alpha = chosen_hops(theta, hops, hop_alpha, original.rows)
     adapt = chosen_adapting(theta, adapt, neighbors, original)
     given = given_graph(neighbors, original, theta.depth(k)) if neighbors is not None else None
@@ -116,27 +116,30 @@ def main(
         return
     graph = given.uri if given is not None else f"{to.rstrip('/')}/{GRAPH}"
     task = Augmentation(original.uri, graph, to, method, k, params, cache, hops=hops, hop_alpha=hop_alpha, adapt=adapt)
-    made = made_index(task, original, theta, given is not None, workers, address, reach)
+    stages, before = made_index(task, original, theta.depth(k), given, workers, address, reach)
     if faiss is not None:
         export_features(FeatureSet.open(to), faiss, factory)
         note_adapted(FeatureSet.open(to))
-    report("augmented", made, json)
+    report("augmented", stages, json, before)
 
 
 def made_index(
     task: "Augmentation",
     original: "FeatureSet",
-    method: "Method",
-    given_graph: bool,
+    graph_k: int,
+    given: "NeighborGraph | None",
     workers: int | None,
     address: str | None,
     reach: str,
-) -> Made:
-    """The index, found finished, or made in this process or on Ray; its graph first, unless that is given."""
+) -> "tuple[list[Built], dict[str, Any]]":
+    """The stages of the index, found finished, or made in this process or on Ray; and what adaptation and graph took,
+    unless that is given.
+    """
     from cluster import runs_here
+    from cluster.indexes import Workplace, make_index
     from lattqe.augmentation import describe
-    from lattqe.device import resident_bytes
-    from lattqe.store import find_manifest, open_place
+    from lattqe.search.rows import Clock
+    from lattqe.store import NeighborGraph, find_manifest, open_place
     from lattqe.store.pending import refuse_unlike
 
     place, rows = open_place(task.to), original.rows
@@ -146,23 +149,26 @@ def made_index(
     if task.k >= rows:
         note = f"note: {rows:,} rows have only {rows - 1:,} neighbors each: all of them are used, not {task.k}"
         screen.print(note, markup=False, soft_wrap=True)
-    done = find_manifest(place) if given_graph or find_manifest(open_place(task.graph)) else None
+    done = find_manifest(place) if given is not None or find_manifest(open_place(task.graph)) else None
     here = done is not None or (reach == "auto" and runs_here(rows, workers, address))
+    clock, took = Clock(), dict[str, Any]()
+
+    def graph_of(features: "FeatureSet") -> NeighborGraph:
+        if given is not None:
+            return given
+        took["graph"] = compute_graph(features, task.graph, graph_k, workers, task.cache, here)
+        return NeighborGraph.open(task.graph)
+
     with nullcontext() if here else on_ray(address):
-        if done is None:
-            checked_device(method, here)  # before a graph is computed for nothing
-        process = resident_bytes()  # as a worker is that holds no data: what follows leaves some in this one
-        before: dict[str, Any] = {}
-        if task.adapt:
-            original, before["adaptation"] = adapted_rows(original, task.to, workers, task.cache, here)
-            task = replace(task, features=original.uri)
-        if not given_graph:
-            before["graph"] = compute_graph(original, task.graph, method.depth(task.k), workers, task.cache, here)
-        made = augment_here(task, done) if here else augment(task, workers, reach, process)
-        made = replace(made, more={name: took for name, took in before.items() if took} | made.more)
+        where = Workplace(here, workers, reach)
+        made = make_index(
+            task, original, graph_of, where, adapting=task.adapt, follower=OnScreen(), clock=clock, done=done
+        )
     if done is not None:
         screen.print(f"{task.to} is already up to date", markup=False, soft_wrap=True)
-    return made
+    if task.adapt:
+        took = {"adaptation": {"seconds": round(clock.seconds["adapt"], 2), **made.adaptation}} | took
+    return made.stages, {name: facts for name, facts in took.items() if facts}
 
 
 def chosen_hops(method: "Method", hops: int | None, alpha: float | None, rows: int) -> tuple[int, float]:
@@ -190,29 +196,6 @@ def chosen_adapting(method: "Method", adapt: bool | None, neighbors: str | None,
     if adapt and already:
         raise LattqeError(f"{original.uri} is adapted to its collection already: leave --adapt out")
     return (method.adapts and neighbors is None and not already) if adapt is None else adapt
-
-
-def adapted_rows(
-    original: "FeatureSet", to: str, workers: int | None, cache: str | None, here: bool
-) -> "tuple[FeatureSet, dict[str, Any]]":
-    """The rows adapted to their collection, made in this process or on Ray, or found where an earlier run made them;
-    and what it took.
-    """
-    from lattqe import augmentation
-    from lattqe.adaptation import sample_rows
-
-    started, memory = time.monotonic(), dict[str, int]()
-    looked_at = f"{len(sample_rows(original.rows, original.dim)):,} of {original.rows:,} rows"
-    where = f"{to.rstrip('/')}/{augmentation.ADAPTED}"
-    show_table("adaptation", {"learned from": f"the nearest neighbors of {looked_at}, without labels", "to": where})
-    with progress_bar("adapt", original.rows) as bar:
-        if here:
-            made = augmentation.adapted_rows(original, to, bar.advance)
-        else:
-            from cluster.augmentation import adapted_rows as on_ray_workers
-
-            made, memory = on_ray_workers(original, to, bar.advance, workers=workers, cache=cache)
-    return made, {"seconds": round(time.monotonic() - started, 2), **memory}
 
 
 def check_reach(wanted: str) -> None:
@@ -278,9 +261,11 @@ def append(
     Example: lattqe append index new-features --to index2
     """
     from cluster import runs_here
+    from cluster.indexes import Workplace, build_stages, placed
     from lattqe.augmentation import ORIGINALS, Recipe
     from lattqe.augmentation.growth import adapted_newcomers, check_joinable, join_features, kept_rows, plan_growth
     from lattqe.device import resident_bytes
+    from lattqe.expansion import create
     from lattqe.store import FeatureSet
 
     check_reach(reach)
@@ -290,6 +275,7 @@ def append(
         raise LattqeError("nothing to add or remove: give a feature set, or ids with --remove")
     old_index = FeatureSet.open(index, cache)
     recipe = Recipe.of(old_index, cache)
+    create(recipe.method, **recipe.params).check_k(recipe.k, index)
     note_approximate(recipe.graph)
     newcomers = FeatureSet.open(new) if new is not None else None
     if newcomers is not None:
@@ -304,16 +290,13 @@ def append(
     kept = kept_rows(recipe.features, leaving)
     newcomers = adapted_newcomers(old_index, newcomers, to)
     joined = join_features(recipe.features, kept, newcomers, f"{to.rstrip('/')}/{ORIGINALS}")
-    if reach == "auto" and runs_here(joined.rows, workers, address):
-        task, _, cost = plan_growth(old_index, recipe, joined, kept, to, cache)
+    here = reach == "auto" and runs_here(joined.rows, workers, address)
+    with nullcontext() if here else on_ray(address):
+        grow = None if here else partial(grow_on_ray, workers)
+        task, _, cost = plan_growth(old_index, recipe, joined, kept, to, cache, grow)
         show_growth(cost)
-        made = augment_here(task)
-    else:
-        with on_ray(address):
-            task, _, cost = plan_growth(old_index, recipe, joined, kept, to, cache, partial(grow_on_ray, workers))
-            show_growth(cost)
-            made = augment(task, workers, reach, process)
-    report("grown index", made, json, cost.facts())
+        stages = build_stages(placed(task, here), Workplace(here, workers, reach, process), OnScreen())
+    report("grown index", stages, json, more=cost.facts())
 
 
 def grow_on_ray(workers: int | None, growth: "Growth", pending: "Pending") -> "Counter[str]":

@@ -222,7 +222,7 @@ def fill(chosen: "Run", bench: "Bench") -> None:
     while cells := bench.cells_to_do():
         with progress_bar("cells", len(cells)) as bar:
             bench.indexes.tell = partial(bar.advance, 0)
-            bench.fill(cells, lambda cell, bar=bar: bar.advance(1, shown(cell.dataset)))  # type: ignore[misc]
+            bench.fill(cells, lambda cell, bar=bar: bar.advance(1, cell.dataset))  # type: ignore[misc]
         if not warned:  # after the first step, which is no expansion: before hours go into the rest
             warned = True
             warn(golden_warnings(chosen, bench))

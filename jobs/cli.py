@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import typer
 from rich.console import Console
 
-from jobs.console import EXIT_BAD_INPUT, guarded, run, screen
+from jobs.console import EXIT_BAD_INPUT, guarded, run, screen, shown
 from lattqe import __version__
 
 # Half of the settings that a submitted job runs with; see jobs.submit.
@@ -60,10 +60,9 @@ VERBS = (
     ),
     Verb(
         "duplicates",
-        "jobs.search",
+        "jobs.duplicates",
         "near-duplicates within a set, or between two",
         "lattqe duplicates features --graph graph --threshold 0.95 --to duplicates",
-        "duplicates_app",
     ),
     Verb(
         "train",
@@ -183,7 +182,7 @@ def main() -> None:
     if verb is None:
         close = difflib.get_close_matches(arguments[0], by_name, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "see lattqe --help"
-        screen.print(f"[red]error:[/red] there is no verb {arguments[0]!r}: {hint}")
+        screen.print(f"[red]error:[/red] there is no verb {shown(repr(arguments[0]))}: {hint}", soft_wrap=True)
         raise SystemExit(EXIT_BAD_INPUT)
     run(guarded(verb.load), arguments[1:], f"lattqe {verb.name}")
 

@@ -11,28 +11,39 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 from rich import progress as bars
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
 from typer.core import TyperCommand
 
 from jobs.log_file import logged
 from lattqe.errors import LattqeError, event
 
+
+class Screen(Console):
+    """A console on which nothing that is shown can move the cursor or change colours, wherever it comes from."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The pieces of what is printed; all but rich's own control codes without control characters."""
+        for piece in super().render(renderable, options):
+            yield piece if piece.control else piece._replace(text=printable(piece.text, keep="\n"))
+
+
 # What was asked for goes to stdout, so that it can be piped; plans, progress and summaries of work go to stderr.
-screen = Console(stderr=True, highlight=False)
-answers = Console(highlight=False)
+screen = Screen(stderr=True, highlight=False)
+answers = Screen(highlight=False)
 EXIT_BAD_INPUT = 2
 # typer bundles its own click or uses the installed one: only this subclass has a public name.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
-LEFT_BEHIND = "ray-train"  # the thread of an abandoned training (cluster/training.py)
+LEFT_BEHIND = ("ray-train", "ray-shutdown")  # threads of an abandoned training, or of a cluster that is gone
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")]
 APPROXIMATE_GRAPH = "an approximate graph"
 LINE_SECONDS = 10.0  # between two lines about the progress, in the log file and where there is no terminal
@@ -117,7 +128,7 @@ class ProgressBar:
             here = self._done - self._before  # what an earlier run has finished says nothing about this speed
             remaining = (now - self._started) * (self._total - self._done) / max(here, 1)
             expected = f", about {remaining:,.0f} s to go" if here else ""
-            screen.print(f"{self._title}: {self._done:,} of {self._total:,}{expected} {note}".rstrip())
+            screen.print(f"{self._title}: {self._done:,} of {self._total:,}{expected} {note}".rstrip(), markup=False)
 
     def __str__(self) -> str:
         return f"{self._title} {self._done:,} of {self._total:,}"
@@ -144,13 +155,13 @@ def _bar(title: str, total: int, done: int) -> Iterator[ProgressBar]:
         yield ProgressBar(None, None, title, total, done)
         return
     columns = (
-        bars.TextColumn("{task.description}"),
+        bars.TextColumn("{task.description}", markup=False),
         bars.BarColumn(),
         bars.MofNCompleteColumn(),
         bars.TimeElapsedColumn(),
         bars.TextColumn("ETA"),
         bars.TimeRemainingColumn(),
-        bars.TextColumn("{task.fields[note]}"),
+        bars.TextColumn("{task.fields[note]}", markup=False),
     )
     with bars.Progress(*columns, console=screen, transient=False) as progress:
         task = progress.add_task(title, total=total, completed=done, note="")
@@ -178,7 +189,10 @@ def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             raise
         what = " ".join(str(error).split())[:200] or "an allocation was refused"
         remedy = "close other programs, raise the limit (ulimit -v, or the container's), or use a larger machine"
-        screen.print(f"[red]error:[/red] out of memory ({escape(what)}): {remedy}", soft_wrap=True)
+        try:
+            screen.print(f"[red]error:[/red] out of memory ({escape(what)}): {remedy}", soft_wrap=True)
+        except (MemoryError, ImportError, OSError):  # nor is there any for colours
+            os.write(2, f"error: out of memory: {remedy}\n".encode())
         raise SystemExit(EXIT_BAD_INPUT) from None
 
 
@@ -282,7 +296,7 @@ def run(app: typer.Typer, arguments: list[str] | None = None, name: str | None =
     try:
         guarded(_unwrapped, app, arguments, name)
     except SystemExit as end:
-        if any(thread.name == LEFT_BEHIND for thread in threading.enumerate()):
+        if any(thread.name in LEFT_BEHIND for thread in threading.enumerate()):
             _leave(end.code)
         raise
 
@@ -322,9 +336,11 @@ def shown(text: str) -> str:
     return escape(printable(text))
 
 
-def printable(text: str) -> str:
-    """Text without control characters, which could move the cursor or change colours."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+def printable(text: str, keep: str = "") -> str:
+    """Text without control characters, which could move the cursor or change colours, but for those to `keep`."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in keep else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def warn(warnings: list[str]) -> None:

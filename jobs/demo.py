@@ -85,7 +85,9 @@ def make_world(world: "SyntheticWorld", to: str) -> "Run":
     validation = Dataset("val", f"{base}/val", f"{base}/val-queries", role="validation")
     screen.print(
         f"features in {base}: train, "
-        f"{', '.join(dataset.name for dataset in (validation, *chosen.datasets))}, distractors"
+        f"{', '.join(dataset.name for dataset in (validation, *chosen.datasets))}, distractors",
+        markup=False,
+        soft_wrap=True,
     )
     return replace(
         chosen, datasets=(*chosen.datasets, validation), nqe_sweep=(1, 2, 4, 8, 16, 32, 48, 64), bootstrap=2_000
@@ -114,13 +116,14 @@ def train_model(to: str, settings: list[str]) -> str:
     if plan.claim() is None:
         train_with_progress(plan, workers=1, threads=0)
     else:
-        screen.print(f"{to}/model is already there")
+        screen.print(f"{to}/model is already there", markup=False, soft_wrap=True)
     return f"{to}/model"
 
 
 def augment_database(features: str, graph: str, model: str, to: str) -> None:
     """LAttDBA of a feature set with the numbers of neighbors and hops that training chose."""
-    from jobs.index import augment_here
+    from cluster.indexes import Workplace, build_stages, placed
+    from jobs.index import OnScreen
     from lattqe.augmentation import Augmentation
     from lattqe.benchmark.spec import chosen_neighbors
     from lattqe.expansion import create
@@ -128,18 +131,17 @@ def augment_database(features: str, graph: str, model: str, to: str) -> None:
 
     params = {"model": model, "dba": True}
     method = create("lattqe", **params)
-    augment_here(
-        Augmentation(
-            features,
-            graph,
-            f"{to}/index",
-            "lattqe",
-            chosen_neighbors(model)["ndba"],
-            params,
-            hops=method.default_hops,
-            hop_alpha=method.hop_alpha(FeatureSet.open(features).rows),
-        )
+    task = Augmentation(
+        features,
+        graph,
+        f"{to}/index",
+        "lattqe",
+        chosen_neighbors(model)["ndba"],
+        params,
+        hops=method.default_hops,
+        hop_alpha=method.hop_alpha(FeatureSet.open(features).rows),
     )
+    build_stages(placed(task, here=True), Workplace(here=True), OnScreen())
 
 
 def with_methods(chosen: "Run", model: str) -> "Run":

@@ -336,6 +336,7 @@ def _tell(report: "Report", to: str, json: bool) -> None:
                 if found
                 else "the paper's golden numbers are reproduced"
             ),
+            markup=False,
             soft_wrap=True,
         )
     if json:

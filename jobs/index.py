@@ -5,9 +5,8 @@ The options are derived from what the methods say of themselves.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,9 +19,9 @@ from lattqe.expansion.base import Parameter
 from lattqe.store.artifacts import model_address
 
 if TYPE_CHECKING:
+    from cluster.indexes import Built, Stage
     from lattqe.augmentation import Augmentation, AugmentSummary
-    from lattqe.expansion import Method
-    from lattqe.store import Manifest, Pending
+    from lattqe.store import FeatureSet, Pending
 
 NAMES = ", ".join(METHODS)
 
@@ -90,124 +89,56 @@ def method_params(name: str, given: Mapping[str, Any], dba: bool = False) -> dic
     return {**given, **model, **(method.row_params if dba else {})}
 
 
-@dataclass(frozen=True)
-class Made:
-    """An index, and what it took to make it."""
-
-    task: "Augmentation"
-    manifest: "Manifest"
-    summary: "AugmentSummary"
-    sharing: str  # what sharing first products spared, or why it was not done
-    more: dict[str, Any] = field(default_factory=dict)  # facts of a run on Ray
-
-    def then(self, hops: "Made") -> "Made":
-        """The index of several hops, whose edges are this."""
-        number, rows = self.task.hops, hops.summary
-        facts = {
-            "hops": number,
-            "hop_alpha": self.task.hop_alpha,
-            "edges_digest": self.manifest.digest,
-            "hop_seconds": round(rows.took, 2),
-            "bytes_read_for_each_hop": rows.read["hop"] // number,
-            "bytes_written_for_each_hop": rows.written["hop"] // number,
-        }
-        return Made(hops.task, hops.manifest, self.summary.then(rows), self.sharing, self.more | hops.more | facts)
-
-
-def made_on(task: "Augmentation", here: bool) -> "Augmentation":
-    """The task for the device of this process, or of the workers on Ray; one that cannot do it is refused."""
-    from lattqe.expansion import create
-
-    device = checked_device(create(task.method, **task.params), here)
-    return replace(task, device=device)
-
-
-def checked_device(method: "Method", here: bool) -> str:
-    """The kind of device that rows are augmented on, where it can do what the method's parameters ask for."""
-    import torch
-
-    from lattqe.device import pick_device
-
-    if here:
-        device = pick_device()
-    else:
-        from cluster.session import worker_device
-
-        device = torch.device(worker_device())
-    method.check_device(device)
-    return device.type
-
-
 HERE = {"where": "in this process (--workers or --address use Ray)"}
 
 
-def augment_here(task: "Augmentation", done: "Manifest | None" = None) -> Made:
-    """Print the plan, run what is missing in this process, publish; of several hops, first the edges.
+class OnScreen:
+    """A `Follower`: prints what a stage is going to be, and shows how far it is."""
 
-    done: what an earlier run, on whatever device, has published: nothing is left to compute.
-    """
-    placed = made_on(task, here=True) if done is None else replace(task, device=done.config.get("device", "cpu"))
-    return reduce(Made.then, [(_hop_here if stage.hopping else _augment_here)(stage) for stage in placed.stages()])
+    @contextmanager
+    def adapting(self, original: "FeatureSet", to: str) -> Iterator[Callable[[int], None]]:
+        """See `cluster.indexes.Follower`."""
+        from lattqe.adaptation import sample_rows
+        from lattqe.augmentation import ADAPTED
 
+        looked_at = f"{len(sample_rows(original.rows, original.dim)):,} of {original.rows:,} rows"
+        learned = {"learned from": f"the nearest neighbors of {looked_at}, without labels"}
+        show_table("adaptation", learned | {"to": f"{to.rstrip('/')}/{ADAPTED}"})
+        with progress_bar("adapt", original.rows) as bar:
+            yield bar.advance
 
-def augment(task: "Augmentation", workers: int | None, reach: str = "auto", process: int | None = None) -> Made:
-    """The same on Ray. `process`: this process's bytes without data it holds."""
-    return reduce(
-        Made.then,
-        [
-            _hop(stage, workers, process) if stage.hopping else _augment(stage, workers, reach, process)
-            for stage in made_on(task, here=False).stages()
-        ],
-    )
-
-
-def _augment_here(task: "Augmentation") -> Made:
-    from lattqe.augmentation import begin_index, build_index
-
-    pending = begin_index(task)
-    told = show_plan(task, pending, HERE)
-    with _bar(pending) as bar:
-        summary = build_index(task, bar.advance)
-    return Made(task, pending.finish(), summary, spared_by(task, summary) or told)
+    @contextmanager
+    def building(self, stage: "Stage") -> Iterator[Callable[[int], None]]:
+        """See `cluster.indexes.Follower`."""
+        with (_show_hops if stage.task.hopping else _show_rows)(stage) as bar:
+            yield bar.advance
 
 
-def _hop_here(task: "Augmentation") -> Made:
-    from lattqe.augmentation import begin_index, build_index
-
-    pending = begin_index(task)
-    show_hops(task, 1, HERE)
-    with _hop_bar(task, pending) as bar:
-        summary = build_index(task, bar.advance)
-    return Made(task, pending.finish(), summary, "")
-
-
-def _hop(task: "Augmentation", workers: int | None, process: int | None) -> Made:
-    from cluster.augmentation import build_index, hop_workers, predict_hop_memory
-    from cluster.blocks import check_parts
-    from lattqe.augmentation import begin_index
-    from lattqe.device import resident_bytes
-
-    pending = begin_index(task)
-    check_parts(pending)
-    begin = workers or hop_workers(task.device)  # nodes that join later get more, unless so many were asked for
-    memory = predict_hop_memory(task.hop_task(), process or resident_bytes())
-    show_hops(task, begin, {"workers": begin, "memory of a worker": human_bytes(memory)})
-    with _hop_bar(task, pending) as bar:
-        summary = build_index(task, bar.advance, workers=workers, pending=pending)
-    return Made(
-        task,
-        pending.finish(),
-        summary,
-        "",
-        {"predicted_hop_worker_bytes": memory, "peak_hop_worker_bytes": summary.peak_bytes},
-    )
+def _show_rows(stage: "Stage") -> AbstractContextManager[ProgressBar]:
+    """Print the plan of rows or edges; the bar that counts them."""
+    where: dict[str, Any] = HERE
+    if stage.reach is not None:
+        shards = f" ({stage.reach.shards} shards)" if stage.reach.shards else ""
+        where = {
+            "workers": stage.workers,
+            "access to vectors": f"{stage.reach.how}{shards}: {stage.reach.reason}",
+            "memory of a worker": human_bytes(stage.predicted),
+            "of which": ", ".join(f"{name} {human_bytes(size)}" for name, size in stage.parts.items()),
+        }
+    pending = stage.pending
+    show_plan(stage.task, pending, where)
+    rows = sum(pending.part_rows)
+    return progress_bar("augment", rows, rows - sum(pending.part_rows[part] for part in pending.missing()))
 
 
-def _hop_bar(task: "Augmentation", pending: "Pending") -> AbstractContextManager[ProgressBar]:
+def _show_hops(stage: "Stage") -> AbstractContextManager[ProgressBar]:
+    """Print the plan of hops; the bar that counts their rows."""
     from lattqe.augmentation.bands import Schedule
 
-    schedule = Schedule(task.hop_task(), pending)
-    total = schedule.cut.rows * task.hops * len(schedule.cut.groups)
+    on_workers = {"workers": stage.workers, "memory of a worker": human_bytes(stage.predicted)}
+    show_hops(stage.task, 1 if stage.here else stage.workers, HERE if stage.here else on_workers)
+    schedule = Schedule(stage.task.hop_task(), stage.pending)
+    total = schedule.cut.rows * stage.task.hops * len(schedule.cut.groups)
     return progress_bar("hops, rows", total, total - schedule.rows_left())
 
 
@@ -242,56 +173,11 @@ def show_hops(task: "Augmentation", workers: int, where: dict[str, Any]) -> None
     )
 
 
-def _augment(task: "Augmentation", workers: int | None, reach: str, process: int | None) -> Made:
-    from cluster.augmentation import build_index, choose_reach, default_workers, predict_memory
-    from cluster.blocks import check_parts
-    from lattqe.augmentation import begin_index
-    from lattqe.device import resident_bytes
-    from lattqe.expansion import create
-    from lattqe.store import FeatureSet, NeighborGraph
-
-    pending = begin_index(task)
-    check_parts(pending)
-    original, graph = FeatureSet.open(task.features), NeighborGraph.open(task.graph)
-    chosen = choose_reach(reach, original, task.cache)
-    memory = predict_memory(
-        task, original, graph, create(task.method, **task.params), chosen, process or resident_bytes()
-    )
-    shards = f" ({chosen.shards} shards)" if chosen.shards else ""
-    told = show_plan(
-        task,
-        pending,
-        {
-            "workers": workers or default_workers(),
-            "access to vectors": f"{chosen.how}{shards}: {chosen.reason}",
-            "memory of a worker": human_bytes(memory.total),
-            "of which": ", ".join(f"{name} {human_bytes(size)}" for name, size in memory.parts().items()),
-        },
-    )
-    with _bar(pending) as bar:
-        summary = build_index(task, bar.advance, workers=workers, reach=chosen, pending=pending)
-    return Made(
-        task,
-        pending.finish(),
-        summary,
-        spared_by(task, summary) or told,
-        {"predicted_worker_bytes": memory.total, "reach": chosen.how},
-    )
-
-
-def _bar(pending: "Pending") -> AbstractContextManager[ProgressBar]:
-    rows = sum(pending.part_rows)
-    return progress_bar("augment", rows, rows - sum(pending.part_rows[part] for part in pending.missing()))
-
-
-def show_plan(task: "Augmentation", pending: "Pending", where: dict[str, Any]) -> str:
-    """Print what is going to happen, before it does; returns what is said of sharing."""
-    from lattqe.expansion import create
-    from lattqe.expansion.rows import sharing
+def show_plan(task: "Augmentation", pending: "Pending", where: dict[str, Any]) -> None:
+    """Print what is going to happen, before it does."""
     from lattqe.store import FeatureSet, NeighborGraph, row_bytes
 
     original = FeatureSet.open(task.features)
-    told = sharing(create(task.method, **task.params), original.rows, again=task.previous is not None)
     lacks = NeighborGraph.open(task.graph).manifest.approximation
     parts = len(pending.part_rows)
     what = "edges" if task.only_edges else "plan"
@@ -305,36 +191,67 @@ def show_plan(task: "Augmentation", pending: "Pending", where: dict[str, Any]) -
             "method": f"{task.method}, k = {task.k}",
             "parts": f"{parts}, {parts - len(pending.missing())} of them done",
             "output": human_bytes(size),
-            "shared first products": told,
+            "shared first products": planned_sharing(task, original.rows),
         }
         | ({} if lacks is None else {"neighbors": f"from {APPROXIMATE_GRAPH}: {lacks}"})
         | where,
     )
-    return told
 
 
-def spared_by(task: "Augmentation", summary: "AugmentSummary") -> str | None:
-    """What sharing first products spared, where they were shared."""
+def planned_sharing(task: "Augmentation", rows: int) -> str:
+    """What first products are shared, or why none are."""
+    from lattqe.expansion import create
+    from lattqe.expansion.rows import sharing
+
+    return sharing(create(task.method, **task.params), rows, again=task.previous is not None)
+
+
+def spared_by(task: "Augmentation", summary: "AugmentSummary", rows: int) -> str:
+    """What sharing first products spared, or why it was not done."""
     from lattqe.expansion import create
     from lattqe.expansion.rows import spared
-    from lattqe.store import FeatureSet
 
     if not summary.tables:
-        return None
-    method, rows = create(task.method, **task.params), FeatureSet.open(task.features).rows
-    flops = spared(method, task.k, rows, summary.expanded, summary.tables)
+        return planned_sharing(task, rows)
+    flops = spared(create(task.method, **task.params), task.k, rows, summary.expanded, summary.tables)
     return (
         f"{flops / 1e9:,.1f} GFLOP saved; the tables took "
         f"{summary.seconds['sharing']:.2f} s of {sum(summary.seconds.values()):.2f} s of work"
     )
 
 
-def report(verb: str, made: Made, json: bool, more: dict[str, Any] | None = None) -> None:
-    """Print what was made and what it took; `more` facts of the verb's own."""
-    summary = made.summary
+def _on_ray(stages: "Sequence[Built]") -> dict[str, Any]:
+    """Facts of stages that ran on Ray, and of hops."""
+    rows, *hops = stages
+    facts: dict[str, Any] = {}
+    if rows.stage.reach is not None:
+        facts = {"predicted_worker_bytes": rows.stage.predicted, "reach": rows.stage.reach.how}
+    for each in hops:
+        task, memory = each.stage.task, each.memory
+        facts |= {name.replace("_worker_", "_hop_worker_"): size for name, size in memory.items()} | {
+            "hops": task.hops,
+            "hop_alpha": task.hop_alpha,
+            "edges_digest": rows.manifest.digest,
+            "hop_seconds": round(each.summary.took, 2),
+            "bytes_read_for_each_hop": each.summary.read["hop"] // task.hops,
+            "bytes_written_for_each_hop": each.summary.written["hop"] // task.hops,
+        }
+    return facts
+
+
+def report(
+    verb: str,
+    stages: "Sequence[Built]",
+    json: bool,
+    before: Mapping[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
+) -> None:
+    """Print what was made and what it took; `before`: facts of what came first, `more`: of the verb's own."""
+    made, summary = stages[-1], reduce(lambda first, then: first.then(then), [each.summary for each in stages])
+    to, ran = made.stage.task.to, _on_ray(stages)
     spent = {name: round(seconds, 2) for name, seconds in summary.seconds.items()}
     facts: dict[str, Any] = {
-        "index": made.task.to,
+        "index": to,
         "digest": made.manifest.digest,
         "rows": made.manifest.rows,
         "expanded_rows": summary.expanded,
@@ -343,8 +260,9 @@ def report(verb: str, made: Made, json: bool, more: dict[str, Any] | None = None
         "worker_seconds": spent,
         "worker_cpu_seconds": round(summary.cpu, 2),
         "peak_worker_bytes": summary.peak_bytes,
-        **made.more,
-        "shared_products": made.sharing,
+        **(before or {}),
+        **ran,
+        "shared_products": spared_by(stages[0].stage.task, stages[0].summary, stages[0].manifest.rows),
         "retries": summary.retries,
         "workers_lost": summary.workers_lost,
         "spare_copies": summary.spare_copies,
@@ -355,9 +273,9 @@ def report(verb: str, made: Made, json: bool, more: dict[str, Any] | None = None
         print_json(facts)
     rate = summary.expanded / max(summary.working, 1e-9)
     readable = {name: _readable(value) for name, value in facts.items()}
-    predicted = made.more.get("predicted_worker_bytes")
+    predicted = ran.get("predicted_worker_bytes")
     show_table(
-        f"{verb} {made.task.to}",
+        f"{verb} {to}",
         readable
         | {
             "seconds_after_start": f"{summary.working:.2f} ({rate:,.0f} rows/s)",

@@ -67,7 +67,7 @@ class JsonLines(logging.Handler):
         }
         line |= {"logger": record.name, "message": record.getMessage()} if fields is None else fields
         try:
-            os.write(self.file, f"{redacted(_json(line))}\n".encode())
+            os.write(self.file, f"{_on_one_line(redacted(_json(line)))}\n".encode())
         except OSError as error:
             print(
                 f"the log file {self.path} cannot be written ({error.strerror}): continuing without it", file=sys.stderr
@@ -87,6 +87,13 @@ def _json(line: dict[str, Any]) -> str:
         return json.dumps(line, default=str, allow_nan=False, ensure_ascii=False)
     except ValueError:  # NaN and infinity are no JSON
         return json.dumps({name: str(value) for name, value in line.items()}, ensure_ascii=False)
+
+
+def _on_one_line(document: str) -> str:
+    """The same JSON without what ends a line for some readers, controls a terminal or is no UTF-8 (of file names)."""
+    if document.isprintable():
+        return document
+    return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in document)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def evaluate(
         "plan",
         {
             "queries": f"{judged.ranks.rows:,}, {judged.ranks.k} results each of {rows:,} rows",
-            "truth": truth,
+            "truth": truth if judged.gnd is not None else f"labels{left_out(judged)}",
             "precision at": at,
         },
     )
@@ -80,6 +80,13 @@ def evaluate(
         show_table(f"{name}: {ranks}", readable(one), to=screen if json else answers)
     if csv is not None:
         screen.print(f"per-query results: {csv}", markup=False)
+
+
+def left_out(judged: "JudgedRanks") -> str:
+    """Which queries are no answers to themselves, for the plan."""
+    if judged.own_rows is None:
+        return ""
+    return f"; {(judged.own_rows >= 0).sum():,} of the queries are rows of the database, and no answers to themselves"
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -1,10 +1,8 @@
-"""Find the best rows of a database for each query (search, expanded if asked), and near-duplicates among rows."""
+"""Find the best rows of a database for each query, expanded if asked."""
 
-import csv
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +14,7 @@ from lattqe.cost.work import PART_QUERIES
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    import numpy as np
 
     from lattqe.adaptation import Adaptation
     from lattqe.cost import Work
@@ -61,6 +59,7 @@ def main(
 
     Example: lattqe search index queries -k 100 --expand lattqe --model model --to ranks
     """
+    from lattqe.own_rows import own_rows
     from lattqe.search.rows import check_k
     from lattqe.store import FeatureSet
 
@@ -87,7 +86,10 @@ def main(
     pending = begin_ranks(to, k, sources, asked, expansion)
     facts: dict[str, Any] = {"ranks": to, "queries": asked.rows, "k": k}
     if pending.missing():
-        with open_index(sources, workers, address, cache) as (index, placed):
+        with open_index(sources, workers, address, cache, ids=expansion is not None) as (index, placed):
+            if expansion is not None:
+                expansion = replace(expansion, own=own_rows(sources[0], asked, getattr(index, "find_ids", None)))
+                facts["queries_in_database"] = expansion.inside
             show_plan(index, placed, asked, k, expansion, pending, space is not None)
             facts |= answer(index, asked, k, expansion, pending, space)
             if (memory := getattr(index, "memory", None)) is not None:  # of shards: this process holds nothing else
@@ -129,9 +131,12 @@ def planned(
 
 @contextmanager
 def open_index(
-    sources: "list[FeatureSet]", workers: int | None, address: str | None, cache: str | None
+    sources: "list[FeatureSet]", workers: int | None, address: str | None, cache: str | None, ids: bool
 ) -> "Iterator[tuple[Index, dict[str, str]]]":
-    """The rows of all sources as one index, in this process while there are few, else in shards on Ray; and where."""
+    """The rows of all sources as one index, in this process while there are few, else in shards on Ray; and where.
+
+    ids: shards can look up ids, too.
+    """
     from cluster import runs_here
 
     if runs_here(sum(each.rows for each in sources), workers, address):
@@ -143,7 +148,7 @@ def open_index(
     with on_ray(address):
         from cluster.shards import ShardedIndex
 
-        with ShardedIndex([each.uri for each in sources], workers, cache=cache) as index:
+        with ShardedIndex([each.uri for each in sources], workers, cache=cache, ids=ids) as index:
             bundle = ", ".join(f"{amount:g} {name}" for name, amount in index.bundle.items())
             yield (
                 index,
@@ -162,6 +167,18 @@ class Expansion:
     k: int
     inputs: dict[str, dict[str, str]]
     chosen: str  # where k comes from, for the plan
+    own: "np.ndarray | None" = None  # (nq,) the row of each query that is itself in the database, -1 for the others
+
+    @property
+    def inside(self) -> int:
+        """How many queries are rows of the database, and must not be their own neighbors."""
+        return 0 if self.own is None else int((self.own >= 0).sum())
+
+    @property
+    def described(self) -> str:
+        """For the plan."""
+        own = f"; {self.inside:,} queries are rows of the database, never their own neighbors" if self.inside else ""
+        return f"{self.method.name} from {self.k} neighbors ({self.chosen}){own}"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -230,9 +247,7 @@ def show_plan(
             **where,
             "queries": f"{asked.rows:,}, k = {k}, {parts - missing} of {parts} parts done",
             **({"space": "adapted to the collection: queries are adapted as its rows were"} if adapted else {}),
-            "expansion": "none"
-            if expansion is None
-            else f"{expansion.method.name} from {expansion.k} neighbors ({expansion.chosen})",
+            "expansion": "none" if expansion is None else expansion.described,
             "products": f"{2e-12 * rounds * asked.rows * index.rows * index.dim:.3g} TFLOP",
         },
     )
@@ -260,8 +275,9 @@ def answer(
             if space is not None:
                 xq = space.apply(xq)
             if expansion is not None:
+                own = None if expansion.own is None else expansion.own[start:stop]
                 with clock("expanding"):
-                    xq = expand_queries(index, xq, expansion.method, expansion.k).vectors
+                    xq = expand_queries(index, xq, expansion.method, expansion.k, exclude=own).vectors
             with clock("searching"):
                 scores, ids = index.search(xq, k)
             with clock("writing"):
@@ -280,116 +296,6 @@ def answer(
 
 
 app = command(main)
-
-
-def duplicates(
-    features: Annotated[str, typer.Argument(help="The feature set: a folder or s3://bucket/prefix.")],
-    graph: Annotated[
-        str | None,
-        typer.Option(
-            help="Its graph, from `lattqe neighbors`; with --against: ranks of the other set in this one (optional)."
-        ),
-    ] = None,
-    threshold: Annotated[float, typer.Option(help="Rows with at least this cosine are near-duplicates.")] = 0.95,
-    against: Annotated[str | None, typer.Option(help="Another set: find its rows that are also in this one.")] = None,
-    to: Annotated[str | None, typer.Option("--to", help="Folder or s3:// prefix for the tables.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
-) -> None:
-    """Find groups of near-duplicates in seconds, without a new search.
-
-    Example: lattqe duplicates features --graph graph --threshold 0.95 --to duplicates
-    """
-    from lattqe.store import FeatureSet
-
-    opened = FeatureSet.open(features)
-    if against is not None:
-        summary = _leakage(opened, against, graph, threshold, to)
-    elif graph is None:
-        raise LattqeError(f"give --graph: make it with `lattqe neighbors {features} -k 64 --to graph`")
-    else:
-        summary = _groups(opened, graph, threshold, to)
-    show_table(
-        "near-duplicates",
-        {
-            name.replace("_", " "): f"{100 * value:.2f} %" if name.startswith("share") else value
-            for name, value in summary.items()
-        },
-    )
-    if json:
-        print_json(summary)
-
-
-def _groups(features: Any, graph_uri: str, threshold: float, to: str | None) -> dict[str, Any]:
-    """Groups within one set; with `to` their table and the ids that could go, one representative of each kept."""
-    from lattqe.duplicates import find_groups, groups_table, ids_of
-    from lattqe.store import NeighborGraph
-
-    graph = NeighborGraph.open(graph_uri)
-    note_approximate(graph)
-    with progress_bar("rows", graph.rows) as bar:
-        groups = find_groups(features, graph, threshold, bar.advance)
-    if groups.full:
-        screen.print(
-            f"note: {groups.full:,} rows have {graph.k} near-duplicates or more: a graph with a larger -k may "
-            "join groups that are separate here",
-            soft_wrap=True,
-        )
-    summary = groups.summary()
-    if to is not None:
-        redundant = ids_of(features, groups.redundant)
-        _write(to, groups_table(features, groups), {"redundant.txt": "".join(f"{name}\n" for name in redundant)})
-        summary |= {"written": f"{to.rstrip('/')}/duplicates.csv, duplicates.arrow, redundant.txt"}
-    return summary
-
-
-def _leakage(features: Any, other_uri: str, ranks_uri: str | None, threshold: float, to: str | None) -> dict[str, Any]:
-    """Rows of another set that are also in this one; with `to` their table."""
-    from lattqe.duplicates import find_leakage, leakage_table
-    from lattqe.store import FeatureSet, Ranks
-
-    other = FeatureSet.open(other_uri)
-    ranks = None if ranks_uri is None else Ranks.open(ranks_uri)
-    if ranks is not None:
-        made_from = {role: entry["digest"] for role, entry in ranks.manifest.inputs.items()}
-        if (
-            (made_from.get("database"), made_from.get("queries")) != (features.digest, other.digest)
-            or ranks.manifest.config.get("expand")
-            or "distractors" in made_from
-        ):
-            raise LattqeError(
-                f"{ranks_uri} is not a plain search of {other_uri} in {features.uri}: make one with "
-                f"`lattqe search {features.uri} {other_uri} -k 1 --to RANKS`, or leave --graph out"
-            )
-    with progress_bar("rows", other.rows) as bar:
-        leakage = find_leakage(features, other, threshold, ranks, on_done=bar.advance)
-    summary = leakage.summary()
-    if to is not None:
-        _write(to, leakage_table(features, other, leakage), {})
-        summary |= {"written": f"{to.rstrip('/')}/duplicates.csv, duplicates.arrow"}
-    return summary
-
-
-def _write(to: str, table: "pa.Table", beside: dict[str, str]) -> None:
-    """The table as CSV and as an Arrow file, and texts beside them."""
-    import pyarrow as pa
-
-    from lattqe.duplicates import table_csv
-    from lattqe.store import find_manifest, open_place
-
-    place = open_place(to)
-    if find_manifest(place) is not None:
-        raise LattqeError(f"{to} holds a stored artifact: choose another folder for the table")
-    text, sink = io.StringIO(), pa.BufferOutputStream()
-    csv.writer(text, lineterminator="\n").writerows(table_csv(table))
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    for name, content in beside.items():
-        place.write(name, content.encode())
-    place.write("duplicates.csv", text.getvalue().encode())
-    place.write("duplicates.arrow", sink.getvalue())
-
-
-duplicates_app = command(duplicates)
 
 if __name__ == "__main__":
     run(app)

@@ -70,6 +70,7 @@ def main(
         number = hand_over(client, entrypoint, environment)
     screen.print(
         f"submitted {number}; follow it elsewhere with: ray job logs --follow {number} --address {address}",
+        markup=False,
         soft_wrap=True,
     )
     raise SystemExit(follow(client, number))

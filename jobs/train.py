@@ -1,7 +1,8 @@
 """What is learned from feature sets: the verbs train (LAttQE), ablate (what its parts contribute) and whiten."""
 
 import json as json_module
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,11 @@ from jobs.plan import Assume, Plan, setting, tell
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
+    from cluster.training import Standing
     from lattqe.store import Place
+
+# Of `lattqe.training.PRESETS`, which would import torch for a page of help; a test compares the two.
+PRESET_NAMES = "paper, photos, universal or demo"
 
 
 def main(
@@ -36,7 +41,7 @@ def main(
         "each other, each leaving itself out (as do queries whose ids are in the database)",
     ),
     neighbors: list[str] = typer.Option([], "--neighbors", help="graph of each feature set; default: computed"),
-    preset: str = typer.Option("paper", "--preset", help="paper, photos, universal or demo: see docs/training.md"),
+    preset: str = typer.Option("paper", "--preset", help=f"{PRESET_NAMES}: see docs/training.md"),
     settings: list[str] = typer.Option([], "--set", help="change a setting: steps=1000, network.heads=8, ..."),
     workers: int = typer.Option(0, "--workers", help="processes that share each batch; 0: one per GPU, or one"),
     threads: int = typer.Option(0, "--threads", help="CPU threads per worker; 0: an equal share"),
@@ -80,7 +85,7 @@ def main(
         with ray_session(address):
             train_with_progress(plan, workers, threads)
     else:
-        screen.print(f"{to} already holds this model")
+        screen.print(f"{to} already holds this model", markup=False, soft_wrap=True)
     result = _result(to)
     _show_result(result)
     if json:
@@ -100,7 +105,7 @@ def warn_of_leakage(features: list[str], held_out: list[str]) -> None:
 def train_with_progress(plan: Any, workers: int, threads: int) -> None:
     """Show the plan, train on the connected Ray, and show how far it is."""
     from cluster.session import gpus_available, worker_device
-    from cluster.training import Standing, threads_for, train_on_cluster
+    from cluster.training import threads_for, train_on_cluster
     from lattqe.store import open_place
     from lattqe.training.checkpoint import Checkpoints
 
@@ -109,24 +114,33 @@ def train_with_progress(plan: Any, workers: int, threads: int) -> None:
     threads = threads or threads_for(workers)
     resumed = {"continuing at update": f"{done:,}"} if done else {}
     show_table("train", _plan_rows(plan) | {"workers × threads": f"{workers} × {threads}", **resumed}, plan=True)
-    with ExitStack() as stack:
-        bar, told = None, done
-
-        def show(standing: Standing) -> None:
-            nonlocal bar, told
-            if standing.step == 0 or (standing.step == told and bar is None):
-                return
-            if bar is None:  # only now: starting the workers is no measure of how long the updates take
-                bar = stack.enter_context(progress_bar("train", standing.total, told))
-            bar.advance(standing.step - told, standing.note)
-            told = standing.step
-
+    with shown_updates(done) as show:
         try:
             train_on_cluster(plan, workers, threads, show)
         except KeyboardInterrupt as interrupt:
             kept = Checkpoints(open_place(plan.destination)).load().step
             interrupt.add_note(f"checkpoint of update {kept:,}" if kept else "before the first checkpoint")
             raise
+
+
+@contextmanager
+def shown_updates(done: int) -> "Iterator[Callable[[Standing], None]]":
+    """What shows how far a training is that continues after `done` updates: a bar, opened by the first update of this
+    run, or where all are done and the numbers of neighbors are being chosen.
+    """
+    with ExitStack() as stack:
+        bar, told = None, done
+
+        def show(standing: "Standing") -> None:
+            nonlocal bar, told
+            if standing.step == 0 or (bar is None and standing.step == told < standing.total):
+                return
+            if bar is None:  # only now: starting the workers is no measure of how long the updates take
+                bar = stack.enter_context(progress_bar("train", standing.total, told))
+            bar.advance(standing.step - told, standing.note)
+            told = standing.step
+
+        yield show
 
 
 def _plan_rows(plan: Any) -> dict[str, Any]:
@@ -189,7 +203,7 @@ def ablate(
     val: list[str] = typer.Option(..., "--val", help="labelled database to validate on; may be repeated"),
     queries: list[str] = typer.Option([], "--queries", help="labelled queries, one set per --val; see lattqe train"),
     neighbors: list[str] = typer.Option([], "--neighbors", help="graph of each feature set; default: computed"),
-    preset: str = typer.Option("paper", "--preset", help="paper, photos or demo"),
+    preset: str = typer.Option("paper", "--preset", help=PRESET_NAMES),
     settings: list[str] = typer.Option([], "--set", help="change a setting in all variants: steps=1000, ..."),
     only: list[str] = typer.Option([], "--only", help="train only this variant; may be repeated; default: all"),
     workers: int = typer.Option(0, "--workers", help="processes that share each batch; 0: one per GPU, or one"),
@@ -209,6 +223,7 @@ def ablate(
     """
     from cluster.session import ray_session
     from lattqe.store import FeatureSet, open_place
+    from lattqe.training import make
     from lattqe.training import preset as configuration
     from lattqe.training.presets import variants
 
@@ -222,12 +237,15 @@ def ablate(
     pairs = [(database, queries[number] if queries else None) for number, database in enumerate(val)]
     place = open_place(to)
     table = finished(place)
+    where = {name: f"{to.rstrip('/')}/{name}" for name in only or known}
+    plans = {  # all of them before the first is trained: what does not fit shall not be found hours later
+        name: make(there, configuration(preset, dim, [*settings, *known[name]]), features, pairs, neighbors, cache)
+        for name, there in where.items()
+    }
     with ray_session(address):
-        for name in only or known:
+        for name, plan in plans.items():
             screen.print(f"[bold]{name}[/bold] {' '.join(known[name])}")
-            config = configuration(preset, dim, [*settings, *known[name]])
-            there = f"{to.rstrip('/')}/{name}"
-            table[name] = _variant(there, config, features, pairs, neighbors, cache, workers, threads)
+            table[name] = _variant(plan, where[name], workers, threads)
             place.write("ablations.json", json_module.dumps(table, indent=1).encode())
     show_table("validation mAP", {name: f"{row['map']:.2f} with nQE {row['nqe']}" for name, row in table.items()})
     if json:
@@ -252,21 +270,10 @@ def finished(place: "Place") -> dict[str, Any]:
     return table
 
 
-def _variant(
-    to: str,
-    config: Any,
-    features: list[str],
-    pairs: list[tuple[str, str | None]],
-    neighbors: list[str],
-    cache: str | None,
-    workers: int,
-    threads: int,
-) -> dict[str, Any]:
+def _variant(plan: Any, to: str, workers: int, threads: int) -> dict[str, Any]:
     """Train one variant, unless it is there already; its best validation mAP and nQE."""
     from lattqe.store import load_model
-    from lattqe.training import make
 
-    plan = make(to, config, features, pairs, neighbors, cache)
     if plan.claim() is None:
         train_with_progress(plan, workers, threads)
     metrics = load_model(to)[2]

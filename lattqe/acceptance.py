@@ -26,15 +26,8 @@ from lattqe.search.compare import compare_between, compare_within
 from lattqe.search.exact import exact_scores, published
 from lattqe.search.graph import faiss_graph, knn_graph
 from lattqe.search.index import best_rows, topk
-from lattqe.search.products import (
-    GPU_KINDS,
-    Block,
-    CoarseTorchProducts,
-    NumpyProducts,
-    Products,
-    TorchProducts,
-    lanes_on,
-)
+from lattqe.search.lanes import GPU_KINDS, lanes_on
+from lattqe.search.products import Block, CoarseTorchProducts, NumpyProducts, Products, TorchProducts
 from lattqe.search.rows import Clock
 
 ROWS, DIM, K = 3000, 256, 20

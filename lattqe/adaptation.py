@@ -12,7 +12,7 @@ than a hundred rows have too few near neighbors to learn from, and stay as they 
 the rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ SAMPLE = 20_000  # rows whose neighbors are looked at, at most; fewer in wide sp
 SAMPLE_WORK, SMALLEST_SAMPLE = 10**12, 8_000
 ROUNDS = 10  # of k-means
 NO_DIFFERENCE = 1e-14  # mean square of a difference below which it is that of rounding to float32: rows are equal
+ADAPTING_STAGES = 3  # sampled rows are searched for, their differences added up, and made into maps
 SEARCHED_BYTES = 64 << 20  # of sampled vectors that are searched at once
 LEARNED_BYTES = 64 << 20  # of differences that are multiplied at once
 
@@ -123,20 +124,29 @@ def sample_rows(rows: int, dim: int) -> np.ndarray:
     return np.sort(np.random.default_rng(0).choice(rows, count, replace=False))
 
 
-def adapt_to(index: Index) -> Adaptation:
-    """The adaptation to the rows of an index, in this process or in shards: from the nearest rows of a sample."""
+def adapt_to(index: Index, on_rows: Callable[[int], None] = lambda rows: None) -> Adaptation:
+    """The adaptation to the rows of an index, in this process or in shards: from the nearest rows of a sample.
+
+    on_rows(n): called after each n sampled rows, in each of the ADAPTING_STAGES.
+    """
     if index.rows < FEWEST:
         return _unchanged(index.dim, index.rows)
     rows = sample_rows(index.rows, index.dim)
     x = index.gather(rows)
-    near = [nearest(index, x[some], NEAR, rows[some])[1] for some in blocks(len(rows), index.dim * 4, SEARCHED_BYTES)]
+    near = []
+    for some in blocks(len(rows), index.dim * 4, SEARCHED_BYTES):
+        near.append(nearest(index, x[some], NEAR, rows[some])[1])
+        on_rows(len(near[-1]))
     neighbors = index.gather(np.concatenate(near).ravel()).reshape(len(x), NEAR, -1)
     with threadpool_limits(1):  # the last bits depend on how many threads add up
-        return learn(x, neighbors, index.rows)
+        return learn(x, neighbors, index.rows, on_rows)
 
 
-def learn(x: np.ndarray, near: np.ndarray, rows: int) -> Adaptation:
-    """From unit vectors x (s, D) and their nearest other rows near (s, t, D), of a collection of that many rows."""
+def learn(x: np.ndarray, near: np.ndarray, rows: int, on_rows: Callable[[int], None] = lambda rows: None) -> Adaptation:
+    """From unit vectors x (s, D) and their nearest other rows near (s, t, D), of a collection of that many rows.
+
+    on_rows(n): called after each n of the s rows, when differences are added up and when maps are made of them.
+    """
     x, near = x.astype(np.float32, copy=False), near.astype(np.float32, copy=False)
     dim = x.shape[1]
     centres = _centres(x, centre_count(rows, dim))
@@ -146,6 +156,7 @@ def learn(x: np.ndarray, near: np.ndarray, rows: int) -> Adaptation:
         differences = (x[some, None] - near[some]).reshape(-1, dim)
         for centre, scatter in enumerate(scatters):
             scatter += (differences * np.repeat(shares[some, centre], near.shape[1])[:, None]).T @ differences
+        on_rows(len(x[some]))
     counts = near.shape[1] * shares.sum(axis=0, dtype=np.float64)
     whole, count = scatters.sum(axis=0), counts.sum()
     plain = np.eye(dim) * np.trace(whole) / max(dim * count, 1)
@@ -158,6 +169,7 @@ def learn(x: np.ndarray, near: np.ndarray, rows: int) -> Adaptation:
         lengths = (np.square(x @ matrix.astype(np.float32)).sum(axis=1) * shares[:, centre]).sum()
         # Rows of this centre keep their length on average, so that no map outweighs the others in a blend.
         maps[centre] = matrix / np.sqrt(lengths / shares[:, centre].sum())
+        on_rows(len(x) * (centre + 1) // len(maps) - len(x) * centre // len(maps))
     return Adaptation(centres, maps, _config(rows, len(x), len(centres)))
 
 

@@ -2,29 +2,31 @@
 
 Wherever vectors are expected, give an array (n, D), L2-normalised, float16 or float32; or the address of a stored
 feature set, a folder or s3://bucket/prefix. Everything runs in this process and is exact unless asked otherwise.
-`progress(done, total)` is called as work is done.
+`progress(done, total)` is called as work is done, by all that may take long: `load` and `evaluate` have none.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lattqe.adaptation import Adaptation, adapt_to
+from lattqe.adaptation import ADAPTING_STAGES, Adaptation, adapt_to, sample_rows
 from lattqe.augmentation.recipe import adaptation_for, adaptation_of, is_augmented
 from lattqe.device import gpu_or_none
 from lattqe.errors import LattqeError
-from lattqe.evaluation import GroundTruth, LabelTruth, Scores, score_ranking
+from lattqe.evaluation import GroundTruth, Scores, score_ranking
 from lattqe.evaluation.analysis import JudgedRanks, read_gnd
+from lattqe.evaluation.labels import Labels, truth_of
 from lattqe.expansion import METHODS, create
 from lattqe.expansion.attention import load_network
 from lattqe.expansion.base import Method, check_hops
-from lattqe.expansion.diffusion import hop
+from lattqe.expansion.diffusion import column_groups, hop
 from lattqe.expansion.rows import augment_rows, expand_queries, list_lengths, shared_table, shares
 from lattqe.model import LAttQE
+from lattqe.own_rows import own_rows
+from lattqe.progress import Progress, as_rows, counted
 from lattqe.search import FlatIndex, knn_graph
 from lattqe.search.approximate import Recall, approximate_graph, check_recall, reason_for_exact
 from lattqe.search.graph import fastest_kind, sample_size
@@ -33,13 +35,14 @@ from lattqe.search.stored import ProductClock
 from lattqe.store import FeatureSet, NeighborGraph, Ranks, open_place, read_manifest
 from lattqe.store.artifacts import model_address
 
-# Rows augmented, or queries expanded, between two calls of `progress`; their weights never need much memory.
+# Rows augmented, or queries searched, between two calls of `progress`; their weights never need much memory.
 ROW_BLOCK = 4096
+# Of a large database fewer queries at once, but so many: products of numbers that take a few seconds.
+SEARCHED_AT_ONCE, FEWEST_QUERIES = 2 * 10**11, 256
 # How far a norm may be from 1: float16 vectors are normalised only so well.
 NORM_SLACK = 0.01
 
 Vectors = np.ndarray | str | Path
-Progress = Callable[[int, int], None]
 
 
 class Found(NamedTuple):
@@ -57,6 +60,7 @@ class Features:
     ids: list[str]
     labels: np.ndarray | None
     label_names: list[str] | None
+    uri: str | None = None  # where it is stored
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ def load(uri: str | Path) -> Features | Found | RankedQueries | LAttQE:
             stored.ids(),
             stored.labels() if stored.has_labels else None,
             None if stored.label_names is None else list(stored.label_names),
+            stored.uri,
         )
     if kind == "neighbors":
         return Found(*NeighborGraph.open(str(uri)).read()[::-1])
@@ -119,29 +124,15 @@ def neighbors(
     device = gpu_or_none("auto")
     sample = x[:: max(len(x) // sample_size(x.shape[1]), 1)]
     kind = fastest_kind(sample, k, len(x), device)[0]
-    lists = knn_graph(x, k, device=device, kind=kind, clock=ProductClock(_counted(total, progress)))
+    lists = knn_graph(x, k, device=device, kind=kind, clock=ProductClock(counted(total, progress)))
     return (ApproximateFound if approximate else Found)(*lists[::-1])
 
 
 def _approximate_neighbors(x: np.ndarray, k: int, recall: float, progress: Progress | None) -> ApproximateFound:
-    I, D, how = approximate_graph(x, k, recall, on_rows=_counted(len(x), progress))
+    I, D, how = approximate_graph(x, k, recall, on_rows=counted(len(x), progress))
     found = ApproximateFound(D, I)
     found.recall, found.kept = how.recall, how.kept
     return found
-
-
-def _counted(total: int, progress: Progress | None) -> Callable[[int], None]:
-    """What counts single pieces of work, from several threads, for `progress`."""
-    done, lock = 0, Lock()
-
-    def advance(amount: int) -> None:
-        nonlocal done
-        with lock:
-            done = min(done + amount, total)
-            if progress is not None:
-                progress(done, total)
-
-    return advance
 
 
 def search(
@@ -151,23 +142,31 @@ def search(
     expand: str | Method | None = None,
     nqe: int | None = None,
     *,
+    query_rows: np.ndarray | None = None,
     progress: Progress | None = None,
     **params: Any,
 ) -> Found:
     """The exact k best rows of xb (nb, D) for each query of xq (nq, D), expanded first if `expand` names a method.
 
-    nqe: neighbors to expand from; params: the method's, as in `lattqe.expand`.
+    nqe: neighbors to expand from; query_rows and params (the method's): as in `lattqe.expand`. A query that is itself a
+    row is found, too: `lattqe.evaluate` leaves it out.
     """
-    if expand is None and (nqe is not None or params):
-        raise LattqeError(
-            f"{', '.join([*(['nqe'] if nqe is not None else []), *params])} given without expand: name "
-            "the method, as in expand='alphaqe'"
-        )
+    of_expansion = {"nqe": nqe, "query_rows": query_rows}
+    alone = [*(name for name, value in of_expansion.items() if value is not None), *params]
+    if expand is None and alone:
+        raise LattqeError(f"{', '.join(alone)} given without expand: name the method, as in expand='alphaqe'")
     queries, rows = _queries(xq, xb), _unit_rows(xb, "xb")
     k = check_k(k, len(rows))
+    advance = counted(len(queries) * (1 if expand is None else 2), progress)
     if expand is not None:
-        queries = _expanded(queries, xb, rows, expand, nqe, progress, params)
-    return Found(*FlatIndex(rows, gpu_or_none("auto")).search(queries, k))
+        own = _own_rows(xq, xb, query_rows, len(queries), len(rows))
+        queries = _expanded(queries, xb, rows, expand, nqe, own, advance, params)
+    index, lists = FlatIndex(rows, gpu_or_none("auto")), []
+    at_once = int(np.clip(SEARCHED_AT_ONCE // max(rows.size, 1), FEWEST_QUERIES, ROW_BLOCK))
+    for start in range(0, max(len(queries), 1), at_once):
+        lists.append(index.search(queries[start : start + at_once], k))
+        advance(len(lists[-1][0]))
+    return Found(*map(np.concatenate, zip(*lists)))
 
 
 def expand(
@@ -176,6 +175,7 @@ def expand(
     method: str | Method = "lattqe",
     k: int | None = None,
     *,
+    query_rows: np.ndarray | None = None,
     progress: Progress | None = None,
     **params: Any,
 ) -> np.ndarray:
@@ -184,8 +184,26 @@ def expand(
     `method` is one of aqe, aqewd, alphaqe, dqe, lattqe, … (or what `create` gave), `params` its parameters (alpha; C,
     negatives; model, precision; device); without a model lattqe is the one that ships. `k` by default: what the model's
     training chose, for a stored augmented index what it chose with one; otherwise the paper's number.
+    `query_rows` (nq,): the row of each query that is itself in xb, and must not be its own neighbor; -1 for the others.
+    By default found by id and vector where both are addresses, and none where they are arrays.
     """
-    return _expanded(_queries(xq, xb), xb, _unit_rows(xb, "xb"), method, k, progress, params)
+    queries, rows = _queries(xq, xb), _unit_rows(xb, "xb")
+    own = _own_rows(xq, xb, query_rows, len(queries), len(rows))
+    return _expanded(queries, xb, rows, method, k, own, counted(len(queries), progress), params)
+
+
+def _own_rows(xq: Vectors, xb: Vectors, given: np.ndarray | None, queries: int, rows: int) -> np.ndarray | None:
+    """The row (nq,) of each query that is itself among the rows, -1 for the others: as given, or of stored sets."""
+    if given is None:
+        stored = isinstance(xq, str | Path) and isinstance(xb, str | Path)
+        return own_rows(FeatureSet.open(str(xb)), FeatureSet.open(str(xq))) if stored else None
+    numbers = np.asarray(given)
+    fitting = numbers.shape == (queries,) and numbers.dtype.kind in "iu"
+    if not fitting or (queries and not -1 <= numbers.min() <= numbers.max() < rows):
+        raise LattqeError(
+            f"query_rows: give for each of the {queries} queries the number of its row, below {rows}, or -1 for none"
+        )
+    return numbers
 
 
 def _queries(xq: Vectors, xb: Vectors) -> np.ndarray:
@@ -198,13 +216,18 @@ def _queries(xq: Vectors, xb: Vectors) -> np.ndarray:
     return rows if space is None else space.apply(rows)
 
 
-def adapt(xb: Vectors) -> Adaptation:
+def adapt(xb: Vectors, *, progress: Progress | None = None) -> Adaptation:
     """The adaptation of a space to a collection xb (nb, D), learned without labels, as `lattqe augment` does.
 
     Its `apply` takes rows and queries alike: `space = lattqe.adapt(xb); xb, xq = space.apply(xb), space.apply(xq)`,
     before the rows are augmented. A stored index has it inside, and queries of `search` and `expand` go through it.
     """
-    return adapt_to(FlatIndex(_unit_rows(xb, "xb"), gpu_or_none("auto")))
+    rows = _unit_rows(xb, "xb")
+    total = ADAPTING_STAGES * len(sample_rows(*rows.shape))
+    advance = counted(total, progress)
+    space = adapt_to(FlatIndex(rows, gpu_or_none("auto")), advance)
+    advance(total)  # few rows, or equal ones, are not learned from
+    return space
 
 
 def _expanded(
@@ -213,23 +236,18 @@ def _expanded(
     xb: np.ndarray,
     method: str | Method,
     k: int | None,
-    progress: Progress | None,
+    own: np.ndarray | None,
+    on_done: Callable[[int], None],
     params: dict[str, Any],
 ) -> np.ndarray:
     theta = _method(method, params)
     if not len(xb):
+        on_done(len(xq))
         return xq.astype(np.float32)
     augmented = isinstance(given, str | Path) and is_augmented(FeatureSet.open(str(given)))
-    done = 0
-
-    def advance(queries: int) -> None:
-        nonlocal done
-        done += queries
-        if progress is not None:
-            progress(done, len(xq))
-
     k = theta.suggested_k(dba=False, augmented=augmented) if k is None else k
-    return expand_queries(FlatIndex(xb, gpu_or_none(theta.device)), xq, theta, k, on_done=advance).vectors
+    index = FlatIndex(xb, gpu_or_none(theta.device))
+    return expand_queries(index, xq, theta, k, exclude=own, on_done=on_done).vectors
 
 
 def augment(
@@ -258,8 +276,10 @@ def augment(
     check_hops(hops, alpha)
     if not len(xb):
         return xb.astype(np.float32)
-    device = gpu_or_none(theta.device)
-    I, D = knn_graph(xb, list_lengths(theta, k, max(len(xb) - 1, 1))[1], device=device)
+    device, n = gpu_or_none(theta.device), len(xb)
+    advance = counted(n * (2 if hops == 1 else 2 + hops), progress)  # the graph, the rows, any hops
+    clock = ProductClock(as_rows(n * (n - 1) // 2, n, advance))
+    I, D = knn_graph(xb, list_lengths(theta, k, max(n - 1, 1))[1], device=device, clock=clock)
     index = FlatIndex(xb, device)
     table = shared_table(theta, len(xb), [xb]) if shares(theta, len(xb)) else None
     out = np.empty(xb.shape, dtype=np.float32)
@@ -271,53 +291,73 @@ def augment(
         if hops > 1:
             weights.append(done.weights[:, : 1 + k])
             rows_of.append(done.rows[:, : 1 + k])
-        if progress is not None:
-            progress(int(rows[-1]) + 1, len(xb))
-    return hop(np.concatenate(weights), np.concatenate(rows_of), xb, alpha, hops) if hops > 1 else out
+        advance(len(rows))
+    if hops == 1:
+        return out
+    on_hop = as_rows(hops * len(column_groups(*xb.shape)), hops * n, advance)
+    return hop(np.concatenate(weights), np.concatenate(rows_of), xb, alpha, hops, on_hop=lambda: on_hop(1))
 
 
 def evaluate(
-    ranks: np.ndarray | Found | str | Path,
+    ranks: np.ndarray | Found | RankedQueries | str | Path,
     truth: GroundTruth | str | Path | None = None,
     *,
-    labels: np.ndarray | None = None,
-    query_labels: np.ndarray | None = None,
+    labels: Labels | None = None,
+    query_labels: Labels | None = None,
     query_rows: np.ndarray | None = None,
     ks: tuple[int, ...] = (1, 5, 10),
 ) -> dict[str, Scores]:
     """Score rankings I (nq, k), what `search` gave, or stored ranks: `Scores` by setup (easy, medium, hard; or label).
 
-    truth: a ground-truth file (gnd_*.pkl, .json) or object. Without one, labels (nb,) of the rows, numbers (-1: of no
-    class) or text, with query_labels (nq,), or with query_rows (nq,) where the queries are rows themselves; stored
-    ranks know both.
+    truth: a ground-truth file (gnd_*.pkl, .json) or object. Without one, labels (nb,) of the rows with query_labels
+    (nq,): numbers (-1: of no class), texts, addresses of feature sets or what `load` gave for them, compared by name
+    where they have names. query_rows (nq,): the row of each query that is itself a row, and no answer to itself, -1 for
+    the others; known where both are stored. It suffices where all queries are rows. Stored ranks know the labels of
+    their sets; others that are given take their place.
     """
-    given = read_gnd(str(truth)).truth if isinstance(truth, str | Path) else truth
+    of_labels = {"labels": labels, "query_labels": query_labels, "query_rows": query_rows}
+    named = [name for name, value in of_labels.items() if value is not None]
+    if named and (truth is not None or labels is None):
+        instead = "a truth, which says all: leave out one of them" if truth is not None else "no labels: give these too"
+        raise LattqeError(f"{', '.join(named)} given with {instead}")
+    stored = None
     if isinstance(ranks, str | Path):
-        judged = JudgedRanks.open(str(ranks), str(truth) if isinstance(truth, str | Path) else None)
-        return score_ranking(judged.ranks, given or judged.truth, ks=ks)
-    if given is None and labels is None:
+        stored = JudgedRanks.open(str(ranks), str(truth) if isinstance(truth, str | Path) else None)
+    lists = stored.ranks if stored is not None else _row_lists(ranks)
+    if labels is not None:
+        known = None if stored is None else stored.own_rows
+        given: GroundTruth = truth_of(labels, query_labels, query_rows, known)
+        _check_covered(given, lists, stored)
+    elif truth is not None and not isinstance(truth, str | Path):
+        given = truth
+    elif stored is not None:
+        given = stored.truth
+    elif truth is not None:
+        given = read_gnd(str(truth)).truth
+    else:
         raise LattqeError("it is not known what is relevant: give truth, or labels with query_labels or query_rows")
-    rows = ranks.I if isinstance(ranks, Found) else np.asarray(ranks)
+    return score_ranking(lists, given, ks=ks)
+
+
+def _row_lists(ranks: Any) -> np.ndarray:
+    """Row numbers (nq, k) of an array, or of what `search` gave."""
+    rows = ranks.I if isinstance(ranks, Found | RankedQueries) else np.asarray(ranks)
     if rows.ndim != 2 or rows.dtype.kind not in "iu":
         raise LattqeError(f"ranks are {rows.dtype} of shape {rows.shape}: give row numbers (nq, k), as in found.I")
-    if given is None:
-        own, asked = _numbered(np.asarray(labels), None if query_labels is None else np.asarray(query_labels))
-        if (last := rows.max(initial=-1)) >= len(own):
-            raise LattqeError(f"row {last} was found, but there are {len(own)} labels: give one for every row, or -1")
-        given = LabelTruth(own, asked, query_rows)
-    return score_ranking(rows, given, ks=ks)
+    return rows
 
 
-def _numbered(labels: np.ndarray, asked: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """Labels of rows and of queries as numbers: texts get those of their order, the same on both sides."""
-    texts = [one.dtype.kind in "UO" for one in (labels, asked) if one is not None]
-    if not any(texts):
-        return labels, asked
-    if not all(texts):
-        raise LattqeError("labels and query_labels must be both text or both numbers: else they cannot be compared")
-    names = np.concatenate([labels, labels[:0] if asked is None else asked]).astype(str)
-    numbers = np.unique(names, return_inverse=True)[1]
-    return numbers[: len(labels)], None if asked is None else numbers[len(labels) :]
+def _check_covered(truth: GroundTruth, lists: np.ndarray | Ranks, stored: JudgedRanks | None) -> None:
+    """Refuse labels that are not those of all rows which were searched; distractors need none."""
+    labels = truth.database_rows
+    if stored is not None:
+        rows = [each.rows for each in stored.searched]
+        if labels not in (rows[0], sum(rows)):
+            raise LattqeError(
+                f"{stored.searched[0].uri} has {rows[0]} rows, but there are {labels} labels: give one for each"
+            )
+    elif isinstance(lists, np.ndarray) and (last := lists.max(initial=-1)) >= labels:
+        raise LattqeError(f"row {last} was found, but there are {labels} labels: give one for every row, or -1")
 
 
 def _method(method: str | Method, params: dict[str, Any], dba: bool = False) -> Method:
@@ -335,9 +375,9 @@ def _unit_rows(x: Vectors, name: str) -> np.ndarray:
     try:
         x = FeatureSet.open(str(x)).read() if isinstance(x, str | Path) else np.asarray(x)
     except ValueError as error:  # lists of different lengths
-        raise LattqeError(f"{name} is no matrix (rows, D): {error}") from error
+        raise LattqeError(f"{name} is not a matrix (rows, D): {error}") from error
     if x.ndim != 2:
-        raise LattqeError(f"{name} has shape {x.shape}: want (rows, D)")
+        raise LattqeError(f"{name} has shape {x.shape}: expected (rows, D)")
     if x.dtype.kind not in "fiu":
         raise LattqeError(f"{name} holds {x.dtype}: real numbers are needed")
     if x.dtype not in (np.float16, np.float32):

@@ -84,7 +84,7 @@ def find_groups(
     threshold: float = THRESHOLD,
     on_done: Callable[[int], None] = lambda _: None,
 ) -> Groups:
-    """Groups of near-duplicates from the set's own graph; nothing is searched. `on_done(n)` hears of rows read."""
+    """Groups of near-duplicates from the set's own graph; nothing is searched. `on_done(n)`: after each n rows."""
     check_threshold(threshold)
     made_from = graph.manifest.inputs.get("features", {}).get("digest", features.digest)
     if graph.rows != features.rows or made_from != features.digest:

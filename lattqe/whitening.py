@@ -278,7 +278,7 @@ def whiten_features(
     dtype: str | None = None,
     on_part: Callable[[int, int], None] = lambda rows, total: None,
 ) -> Manifest:
-    """Write the whitened rows to `to`, with all other columns as they are. `on_part(rows, total)` hears of progress.
+    """Write the whitened rows to `to`, with all other columns as they are. `on_part(rows, total)`: after each part.
 
     In memory: one part of the source and one of the destination, and a block between them.
     """

@@ -11,12 +11,11 @@ from urllib.parse import urlsplit
 SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your rate.</Message></Error>"
 INTERNAL = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>We had a problem.</Message></Error>"
 
-# A fault is decided for (method, path): 'throttle', 'fail', 'hang up', 'stall' (no answer for STALL_SECONDS, then hang
-# up), 'lose the answer' (what was asked for is done), 'cut short' and 'corrupt' (the body of a good answer to a GET:
-# half of it comes, or all with one bit flipped), 'answer as before' (what was answered to the same GET the last time,
+# A fault is decided for (method, path): 'throttle', 'fail', 'hang up', 'stall' (no answer for `stall_seconds`, then
+# hang up), 'lose the answer' (what was asked for is done), 'cut short' and 'corrupt' (a good answer to a GET, of which
+# half comes, or all with one bit flipped), 'answer as before' (what was answered to the same GET the last time,
 # where it was something else: storage that is consistent only eventually), or None for good behaviour.
 Fault = Callable[[str, str], str | None]
-STALL_SECONDS = 8.0
 
 
 class _Server(ThreadingHTTPServer):
@@ -36,7 +35,7 @@ class FaultyProxy:
     """
 
     def __init__(self, endpoint: str, fault: Fault, address: str = "127.0.0.1") -> None:
-        self.fault, self.seen = fault, []
+        self.fault, self.seen, self.stall_seconds = fault, [], 8.0
         self.happened: Counter[str] = Counter()
         self._answers: dict[tuple[str, str], tuple[int, dict[str, str], bytes]] = {}  # the last one to each GET
         self._target = urlsplit(endpoint).netloc
@@ -66,7 +65,7 @@ class FaultyProxy:
         self.seen.append((request.command, what))
         if what in ("hang up", "stall"):
             self.happened[what] += 1
-            time.sleep(STALL_SECONDS if what == "stall" else 0)
+            time.sleep(self.stall_seconds if what == "stall" else 0)
             request.close_connection = True
             return
         if what in ("throttle", "fail"):

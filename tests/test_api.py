@@ -14,6 +14,7 @@ import lattqe
 from lattqe.augmentation import Augmentation, begin_index, build_index
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE, LAttQEConfig
+from lattqe.search import FlatIndex
 from lattqe.search.products import MklProducts
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter
@@ -36,6 +37,8 @@ def world(tmp_path_factory):
                 [f"{name}-{i}" for i in range(rows)],
                 of.astype(np.int32),
             )
+    with FeatureWriter(str(folder / "bare"), DIM) as writer:
+        writer.append(centres, [f"centre-{i}" for i in range(9)])
     graph = publish_graph(FeatureSet.open(str(folder / "database")), 12, str(folder / "graph"))
     torch.manual_seed(0)
     LAttQE(LAttQEConfig(dim=DIM, heads=2, layers=1, max_k=12, positional_start="small")).save(
@@ -121,10 +124,17 @@ def test_evaluate_takes_arrays_results_and_stored_ranks(world, tmp_path):
     labels = {name: lattqe.load(world / name).labels for name in ("database", "queries")}
     found = lattqe.search(world / "queries", world / "database", 150)
     known = {"labels": labels["database"], "query_labels": labels["queries"], "ks": (1, 3)}
+    sets = {name: world / name for name in labels}
+    loaded = {name: lattqe.load(world / name) for name in labels}
     results = [
         lattqe.evaluate(tmp_path / "ranks", ks=(1, 3)),
         lattqe.evaluate(found, **known),
         lattqe.evaluate(found.I, **known),
+        lattqe.evaluate(lattqe.load(tmp_path / "ranks"), **known),
+        lattqe.evaluate(tmp_path / "ranks", **known),
+        lattqe.evaluate(found, labels=sets["database"], query_labels=str(sets["queries"])),
+        lattqe.evaluate(found, labels=loaded["database"], query_labels=loaded["queries"]),
+        lattqe.evaluate(found, labels=loaded["database"], query_labels=labels["queries"].tolist()),
     ]
     for scores in results:
         np.testing.assert_array_equal(scores["label"].ap, results[0]["label"].ap)
@@ -138,24 +148,122 @@ def test_evaluate_takes_arrays_results_and_stored_ranks(world, tmp_path):
     for wrong, message in (
         (lambda: lattqe.evaluate(found.D, **known), r"ranks are float32 of shape \(30, 150\): give row numbers"),
         (lambda: lattqe.evaluate(found, **known | {"labels": labels["database"][:-1]}), "row 149 was found, but there"),
-        (lambda: lattqe.evaluate(found, **known | {"labels": text["database"]}), "both text or both numbers"),
+        (lambda: lattqe.evaluate(found, **known | {"labels": text["database"]}), "both text labels or both numbers"),
+        (
+            lambda: lattqe.evaluate(found, labels="no address", query_labels=labels["queries"]),
+            "no finished artifact at",
+        ),
+        (lambda: lattqe.evaluate(found, labels=world / "database", query_labels="nor this"), "no finished artifact at"),
+        (
+            lambda: lattqe.evaluate(found, labels=3, query_labels=labels["queries"]),
+            r"of the rows have shape \(\): give",
+        ),
+        (lambda: lattqe.evaluate(found, labels=[[1], [1, 2]], query_labels=[1]), "labels of the rows are not a list"),
+        (
+            lambda: lattqe.evaluate(found, **known | {"query_labels": np.ones(30)}),
+            "of the queries are float64: give whole",
+        ),
+        (lambda: lattqe.evaluate(found, labels=labels["database"]), "labels given without query_labels: give these"),
+        (lambda: lattqe.evaluate(found, query_labels=labels["queries"]), "query_labels given with no labels"),
+        (lambda: lattqe.evaluate(found, "gnd.json", labels=labels["database"]), "labels given with a truth"),
+        (lambda: lattqe.evaluate(tmp_path / "ranks", query_rows=np.arange(30)), "query_rows given with no labels"),
+        (
+            lambda: lattqe.evaluate(tmp_path / "ranks", labels=labels["database"][:-1], query_labels=labels["queries"]),
+            "database has 150 rows, but there are 149 labels",
+        ),
+        (lambda: lattqe.evaluate(found, labels=lattqe.load(world / "bare"), query_labels=[1]), "bare has no labels"),
     ):
         with pytest.raises(LattqeError, match=message):
             wrong()
+
+
+def test_labels_of_loaded_sets_are_compared_by_name(world, tmp_path):
+    """Each set numbers its own names; numbers that are given with stored ranks take the place of their labels."""
+    names = {"database": [f"class {number}" for number in range(9)], "queries": [f"class {8 - n}" for n in range(9)]}
+    for name in names:
+        stored = lattqe.load(world / name)
+        numbers = stored.labels if name == "database" else 8 - stored.labels
+        with FeatureWriter(str(tmp_path / name), DIM, "float32", labels=True, label_names=names[name]) as writer:
+            writer.append(stored.x, stored.ids, numbers)
+    found = lattqe.search(tmp_path / "queries", tmp_path / "database", 150)
+    expected = lattqe.evaluate(found, labels=world / "database", query_labels=world / "queries")["label"].ap
+    loaded = {name: lattqe.load(tmp_path / name) for name in names}
+    texts = [names["queries"][number] for number in loaded["queries"].labels]
+    for labels, asked in (
+        (tmp_path / "database", tmp_path / "queries"),
+        (loaded["database"], loaded["queries"]),
+        (loaded["database"], tmp_path / "queries"),
+        (loaded["database"], texts),
+    ):
+        np.testing.assert_array_equal(lattqe.evaluate(found, labels=labels, query_labels=asked)["label"].ap, expected)
+    with pytest.raises(LattqeError, match=r"labels of .*database are text and those of the queries are numbers"):
+        lattqe.evaluate(found, labels=loaded["database"], query_labels=loaded["queries"].labels)
+    ranks = tmp_path / "ranks"
+    words = [str(tmp_path / "database"), str(tmp_path / "queries"), "-k", "150", "--to", str(ranks)]
+    assert CliRunner().invoke(jobs.search.app, words).exit_code == 0
+    np.testing.assert_array_equal(lattqe.evaluate(ranks)["label"].ap, expected)
+    other = lattqe.evaluate(ranks, labels=np.arange(150) % 3, query_labels=np.arange(30) % 3)["label"]
+    assert other.positives.tolist() == [50] * 30
+
+
+def test_queries_that_are_rows_need_not_be_named_where_they_are_stored(world, tmp_path):
+    rows = np.arange(0, 150, 5)
+    stored = lattqe.load(world / "database")
+    with FeatureWriter(str(tmp_path / "asked"), DIM, "float32", labels=True) as writer:
+        writer.append(stored.x[rows], [stored.ids[row] for row in rows], stored.labels[rows])
+    by_address = lattqe.search(tmp_path / "asked", world / "database", 150, "aqe", 3)
+    by_array = lattqe.search(stored.x[rows], stored.x, 150, "aqe", 3, query_rows=rows)
+    np.testing.assert_array_equal(by_address.I, by_array.I)
+    assert (by_address.I != lattqe.search(stored.x[rows], stored.x, 150, "aqe", 3).I).any()
+    expected = lattqe.evaluate(by_array, labels=stored.labels, query_rows=rows)["label"].ap
+    asked = lattqe.load(tmp_path / "asked")
+    for known in (
+        {"labels": world / "database", "query_labels": tmp_path / "asked"},
+        {"labels": stored, "query_labels": asked},
+        {"labels": stored.labels, "query_labels": asked.labels, "query_rows": rows},
+    ):
+        np.testing.assert_array_equal(lattqe.evaluate(by_address, **known)["label"].ap, expected)
+    for wrong in (rows[:-1], rows + 10, rows.astype(float), np.full(30, -2)):
+        with pytest.raises(
+            LattqeError, match="query_rows: give for each of the 30 queries the number of its row, below"
+        ):
+            lattqe.expand(stored.x[rows], stored.x, "aqe", query_rows=wrong)
+    with pytest.raises(LattqeError, match="query_rows given without expand"):
+        lattqe.search(stored.x[rows], stored.x, query_rows=rows)
 
 
 def test_progress_counts_to_its_total(world):
     for call in (
         lambda told: lattqe.neighbors(world / "database", 5, progress=told),
         lambda told: lattqe.expand(world / "queries", world / "database", progress=told),
+        lambda told: lattqe.search(world / "queries", world / "database", 5, progress=told),
         lambda told: lattqe.search(world / "queries", world / "database", 5, "aqe", progress=told),
+        lambda told: lattqe.search(np.eye(DIM), np.eye(DIM)[:0], 5, "aqe", progress=told),
+        lambda told: lattqe.adapt(world / "database", progress=told),
+        lambda told: lattqe.adapt(np.eye(DIM), progress=told),
         lambda told: lattqe.augment(world / "database", "aqe", progress=told),
+        lambda told: lattqe.augment(np.eye(DIM)[:1], "aqe", progress=told),
+        lambda told: lattqe.augment(world / "database", "aqe", hops=3, progress=told),
     ):
         calls = []
         call(lambda done, total, calls=calls: calls.append((done, total)))
         assert calls
+        assert len({total for _, total in calls}) == 1
         assert [done for done, _ in calls] == sorted(done for done, _ in calls)
         assert calls[-1][0] == calls[-1][1]
+
+
+def test_progress_is_told_of_every_stage(world):
+    """Of an augmentation: its graph, its rows and each hop; of a search: each block of queries."""
+    calls = []
+    lattqe.augment(world / "database", "aqe", hops=3, progress=lambda done, total: calls.append((done, total)))
+    assert {(150, 750), (300, 750), (450, 750), (600, 750), (750, 750)} <= set(calls)
+    rng, calls = np.random.default_rng(0), []
+    x = rng.normal(size=(9000, 4))
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    found = lattqe.search(x, x[:50], 3, progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(4096, 9000), (8192, 9000), (9000, 9000)]
+    np.testing.assert_array_equal(found.I, FlatIndex(x[:50].astype(np.float32)).search(x.astype(np.float32), 3)[1])
 
 
 def test_refusals(world):
@@ -201,7 +309,7 @@ def test_nothing_is_found_in_an_empty_database():
         (lambda x: lattqe.augment(x, "aqe", hops=2, hop_alpha="1"), "neighbors is '1': use a number between"),
         (lambda x: lattqe.search(x.astype(complex), x), "xq holds complex128: real numbers"),
         (lambda x: lattqe.search(x, x.astype(str)), "xb holds <U32: real numbers"),
-        (lambda x: lattqe.search([[1.0, 0.0], [1.0]], x), "xq is no matrix"),
+        (lambda x: lattqe.search([[1.0, 0.0], [1.0]], x), "xq is not a matrix"),
     ],
 )
 def test_what_is_no_number_or_matrix_is_refused(call, message):

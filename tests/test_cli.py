@@ -151,7 +151,8 @@ run(command(main))
 
 
 @pytest.mark.parametrize(
-    ("name", "raised", "code"), [("ray-train", 143, 143), ("ray-train", None, 0), ("harmless", 143, -signal.SIGABRT)]
+    ("name", "raised", "code"),
+    [("ray-train", 143, 143), ("ray-shutdown", 2, 2), ("ray-train", None, 0), ("harmless", 143, -signal.SIGABRT)],
 )
 def test_python_is_not_taken_apart_under_a_thread_that_waits_in_ray(name, raised, code):
     """It has ended in a segmentation fault; the other name shows that this test would see one."""

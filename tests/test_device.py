@@ -1,12 +1,14 @@
 """Settings of a process that a computation needs and must give back."""
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from lattqe.device import matmul_precision
 
+ROOT = Path(__file__).resolve().parent.parent
 GPU = torch.device("cuda")  # none is used: torch has the setting without one
 
 
@@ -56,3 +58,9 @@ def test_products_on_a_cpu_leave_the_setting_of_gpus_alone(setting):
     with matmul_precision(torch.device("cpu")):
         assert setting.fp32_precision == "tf32"
         assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+
+
+def test_peaks_are_asked_for_in_one_way():
+    """`lattqe.device.peak_bytes`: a new process inherits ru_maxrss from the one that started it."""
+    files = [path for layer in ("lattqe", "cluster", "jobs") for path in sorted((ROOT / layer).rglob("*.py"))]
+    assert [path.name for path in files if "ru_maxrss" in path.read_text()] == []

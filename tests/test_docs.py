@@ -151,3 +151,19 @@ def test_the_digits_are_pictures_and_tables_that_import_reads(tmp_path):
             assert all((tmp_path / "images" / f"{name}.png").stat().st_size for name in block.ids)
             rows += len(block.ids)
     assert rows == 1797
+
+
+def test_the_map_names_every_file_and_no_other():
+    """docs/architecture.md has a line for each module, under the heading of its folder."""
+    text = (ROOT / "docs" / "architecture.md").read_text().split("## Every file")[1].split("## Terms")[0]
+    named = set()
+    for table in text.split("\n\n"):
+        title, _, lines = table.partition("\n")
+        for line in lines.splitlines()[1:]:
+            room = "" if "/`" not in title else title.split("`")[1].removeprefix("lattqe/").strip("/")
+            for name in re.findall(r"`([\w/]+\.py)`", line.split("|")[1]):
+                room = name.rpartition("/")[0] or room
+                named.add(f"{room}/{name.rpartition('/')[2]}".lstrip("/"))
+    layers = [path for layer in ("jobs", "cluster", "lattqe") for path in (ROOT / layer).rglob("*.py")]
+    modules = {path.relative_to(ROOT).as_posix() for path in layers if path.name != "__init__.py"}
+    assert named == {name.removeprefix("lattqe/") for name in modules}

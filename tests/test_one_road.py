@@ -5,6 +5,7 @@ for the weights of one list: nothing of the road is in it.
 """
 
 import json
+from contextlib import nullcontext
 from functools import cache
 
 import numpy as np
@@ -16,29 +17,35 @@ import jobs.augment
 import jobs.benchmark
 import jobs.search
 import lattqe
+from cluster.shards import ShardedIndex
 from jobs.artifacts import verify_app
 from jobs.ranks import evaluate_app
-from lattqe.benchmark.cells import measure
-from lattqe.benchmark.spec import Pipeline, Setting
+from lattqe.benchmark.cells import Inputs, measure
+from lattqe.benchmark.spec import Dataset, Pipeline, Setting
 from lattqe.evaluation import LabelTruth, evaluate
 from lattqe.expansion import create
+from lattqe.expansion.attention import load_network
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search import FlatIndex
 from lattqe.search.index import SmallIndex
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Ranks, open_place, read_manifest
 from lattqe.training.checkpoint import Team
-from lattqe.training.validation import ValidationSet, validate, validate_dba
+from lattqe.training.validation import ValidationSet, load_set, validate, validate_dba
 
 DIM, ROWS, QUERIES, K, LISTED = 24, 400, 40, 6, 15
 BOUND = 1e-4  # of a network's vectors: what its fast inference promises
 NETWORKS = ("content", "relational", "gated")  # the last was trained for spaces that are adapted to their rows
 METHODS = ("aqe", "aqewd", "alphaqe", "dqe", *NETWORKS)
 OPTIONS = {"alphaqe": {"alpha": 2.0}, "dqe": {"C": 0.5, "negatives": 7}}
+# Queries of the set `mixed`: six are rows, one of them with duplicates; six only have ids of rows.
+OWN = np.array([0, 7, 53, 120, 300, 399, -1, -1, -1, -1, -1, -1])
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A labelled database with queries around the same centres, duplicates among the rows, and three networks."""
+    """A labelled database with queries around the same centres, duplicates among the rows, queries that are rows, and
+    three networks.
+    """
     folder = tmp_path_factory.mktemp("road")
     rng = np.random.default_rng(5)
     centres = rng.normal(size=(20, DIM))
@@ -49,6 +56,11 @@ def world(tmp_path_factory):
             x[50:55] = x[0]
         with FeatureWriter(str(folder / name), DIM, "float32", labels=True) as writer:
             writer.append(x, [f"{name}-{row}" for row in range(len(x))], of.astype(np.int32))
+    (xq, xb), inside = arrays(folder), OWN >= 0
+    with FeatureWriter(str(folder / "mixed"), DIM, "float32", labels=True) as writer:
+        x = np.where(inside[:, None], xb[OWN], xq[: len(OWN)])
+        of = np.where(inside, labels["database"][OWN], labels["queries"][: len(OWN)]).astype(np.int32)
+        writer.append(x, [f"database-{row if row >= 0 else 20 + place}" for place, row in enumerate(OWN)], of)
     torch.manual_seed(0)
     content = LAttQE(LAttQEConfig(dim=DIM, heads=4, layers=2, max_k=16, positional_start="small"))
     relational = LAttQE(LAttQEConfig(dim=DIM, width=16, heads=4, layers=1, max_k=16, relational=True, background=64))
@@ -75,7 +87,9 @@ def augmentable(world, name):
 
 
 def given(world, name):
-    """The method's name and parameters."""
+    """The method's name and parameters; "shipped" is the model that comes with the package."""
+    if name == "shipped":
+        return "lattqe", {}
     if name in NETWORKS:
         return "lattqe", {"model": str(world / name)}
     return name, OPTIONS.get(name, {})
@@ -92,26 +106,26 @@ def setting(world, name, k=K):
 
 
 @cache
-def network_of(folder):
-    return LAttQE.load(str(folder))
+def network_of(world, name):
+    return load_network(given(world, name)[1].get("model"))
 
 
-def twin(world, name, x, xb, own=None):
-    """Expand one item x (D,) from its ranking of xb, without row `own`."""
+def twin(world, name, x, xb, own=-1, dba=False):
+    """Expand one item x (D,), a query or a row (dba), from its ranking of xb, without row `own`."""
     scores = xb.astype(np.float64) @ x.astype(np.float64)
     order = np.lexsort((np.arange(len(xb)), -scores))
-    order = order[order != own] if own is not None else order
-    if name in NETWORKS:
-        network = network_of(world / name)
+    order = order[order != own]
+    if name in (*NETWORKS, "shipped"):
+        network = network_of(world, name)
         items = np.concatenate([x[None], xb[order[: network.depth(K)]]])
         with torch.no_grad():
-            weights = network(torch.from_numpy(items[None]), dba=own is not None, k=K).weights[0].numpy()
+            weights = network(torch.from_numpy(items[None]), dba=dba, k=K).weights[0].numpy()
         total = weights @ items
         return total / np.linalg.norm(total)
     method = create(name, **OPTIONS.get(name, {}))
     more = {}
     if method.negatives:
-        rest = order[K:]
+        rest = order[K:]  # the own row is no negative
         more = {"negatives": xb[rest[np.lexsort((rest, scores[rest]))][: method.negatives]][None]}
     return method.expand(x[None], xb[order[:K]][None], scores[order[:K]][None], **more).vectors[0]
 
@@ -125,7 +139,7 @@ def case(request, world):
         request.param,
         np.stack([twin(world, request.param, x, xb) for x in xq]),
         rows,
-        np.stack([twin(world, request.param, adapted[row], adapted, own=row) for row in rows]),
+        np.stack([twin(world, request.param, adapted[row], adapted, row, dba=True) for row in rows]),
     )
 
 
@@ -138,37 +152,35 @@ def test_the_python_api_is_the_loop(world, case):
     np.testing.assert_allclose(rows_made[rows], augmented, atol=BOUND)
 
 
+def searched(world, name, to, queries="queries", k=LISTED):
+    """What `lattqe search --expand` stores: I and D (nq, k)."""
+    words = (world / "database", world / queries, "--to", to, "-k", k)
+    call(jobs.search.app, *words, "--expand", given(world, name)[0], "--nqe", K, *options(world, name))
+    return Ranks.open(str(to)).read()
+
+
 @pytest.mark.ray
-@pytest.mark.parametrize("case", ["content", "relational"], indirect=True)
-def test_search_in_shards_is_the_python_api(world, case, tmp_path, local_ray):
-    """Both kinds of network; `tests/jobs/test_jobs_search.py` has weights of scores and negatives from all shards."""
-    check_search(world, case, tmp_path, "--workers", 2)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_search_in_shards_is_the_python_api(world, shards, tmp_path, monkeypatch, local_ray):
+    """All methods ask the same shards: starting them takes long. The whole verb: `tests/jobs/test_jobs_search.py`."""
+    xb = arrays(world)[1]
+    with ShardedIndex(str(world / "database"), shards, ids=True) as index:
+        there = {"where": f"in {index.shards} shards"}
+        monkeypatch.setattr(jobs.search, "open_index", lambda *_, **__: nullcontext((index, there)))
+        for name in (*METHODS, "shipped"):
+            method, params = given(world, name)
+            ids, scores = searched(world, name, tmp_path / name, "mixed")
+            expanded = lattqe.expand(world / "mixed", world / "database", method, K, **params)
+            expected = FlatIndex(xb).search(expanded, LISTED)
+            np.testing.assert_array_equal(ids, expected[1], name)
+            np.testing.assert_array_equal(scores, expected[0], name)
 
 
 def test_search_in_this_process_is_the_python_api(world, case, tmp_path):
-    check_search(world, case, tmp_path)
-
-
-def check_search(world, case, tmp_path, *more):
     name, queries, _, _ = case
     xq, xb = arrays(world)
     method, params = given(world, name)
-    call(
-        jobs.search.app,
-        world / "database",
-        world / "queries",
-        "--to",
-        tmp_path / "ranks",
-        "-k",
-        LISTED,
-        "--expand",
-        method,
-        "--nqe",
-        K,
-        *more,
-        *options(world, name),
-    )
-    ids, scores = Ranks.open(str(tmp_path / "ranks")).read()
+    ids, scores = searched(world, name, tmp_path / "ranks")
     expected = FlatIndex(xb).search(lattqe.expand(xq, xb, method, K, **params), LISTED)
     np.testing.assert_array_equal(ids, expected[1])
     np.testing.assert_array_equal(scores, expected[0])
@@ -177,6 +189,30 @@ def check_search(world, case, tmp_path, *more):
     np.testing.assert_allclose(
         np.take_along_axis(of_loop, ids, axis=1), -np.sort(-of_loop, axis=1)[:, :LISTED], atol=10 * BOUND
     )
+
+
+@pytest.mark.parametrize("name", [*METHODS, "shipped"])
+def test_queries_that_are_rows_are_not_their_own_neighbors(world, name, tmp_path):
+    """By the API with addresses and with arrays, by search and evaluate, by a benchmark cell, by validation."""
+    method, params = given(world, name)
+    xb, xq = arrays(world)[1], FeatureSet.open(str(world / "mixed")).read()
+    expanded = lattqe.expand(world / "mixed", world / "database", method, K, **params)
+    np.testing.assert_allclose(expanded, [twin(world, name, x, xb, own) for x, own in zip(xq, OWN)], atol=BOUND)
+    np.testing.assert_array_equal(lattqe.expand(xq, xb, method, K, query_rows=OWN, **params), expanded)
+    ids, scores = searched(world, name, tmp_path / "ranks", "mixed", ROWS)
+    found = lattqe.search(world / "mixed", world / "database", ROWS, method, K, **params)
+    np.testing.assert_array_equal(ids, found.I)
+    np.testing.assert_array_equal(scores, found.D)
+    assert (np.sort(ids, axis=1) == np.arange(ROWS)).all(), "each finds itself all the same"
+    told = json.loads(call(evaluate_app, tmp_path / "ranks", "--json", stdout=True))["label"]["map"]
+    inputs, measured = Inputs.open(Dataset("mixed", str(world / "database"), str(world / "mixed"))), {}
+    one = Pipeline(qe=setting(world, name))
+    measure(FlatIndex(xb), xq, inputs.truth, [one], measured.__setitem__, inputs.exclude)
+    assert measured[one].scores[0].mean_ap == pytest.approx(told, abs=1e-9)
+    if method == "lattqe":
+        held_out = load_set(str(world / "database"), str(world / "mixed"))
+        validated = validate(network_of(world, name), [held_out], (K,), Team())
+        assert validated[str(K)]["mean"] == pytest.approx(100 * told, abs=1e-6)
 
 
 @pytest.mark.ray
@@ -266,17 +302,22 @@ def test_a_run_file_measures_what_the_commands_give(world, tmp_path):
 @pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("name", ["aqe", "aqewd", "alphaqe", "dqe", "gated"])
 def test_hops_of_a_run_file_are_those_of_the_commands(world, tmp_path, name):
-    """`hops` and `hop_alpha` of any method: one line of a run file, or augment, search and evaluate."""
+    """`hops` and `hop_alpha` of any method: one line of a run file, or augment, search and evaluate.
+
+    For two of them some queries are rows of the database, which one of them adapts.
+    """
+    queries = "mixed" if name in ("dqe", "gated") else "queries"
     method, words = given(world, name)[0], options(world, name)
     hops = ("--method", method, "-k", K, "--hops", 4, "--hop-alpha", 0.8)
     call(jobs.augment.app, world / "database", "--to", tmp_path / "index", *hops, *words)
-    search = (tmp_path / "index", world / "queries", "--expand", method, "--nqe", 3, "-k", ROWS)
-    call(jobs.search.app, *search, "--to", tmp_path / "ranks", *words)
+    search = (tmp_path / "index", world / queries, "--expand", method, "--nqe", 3, "-k", ROWS)
+    told = " ".join(call(jobs.search.app, *search, "--to", tmp_path / "ranks", *words).split())
+    assert ("6 queries are rows of the database" in told) == (queries == "mixed")
     told = call(evaluate_app, tmp_path / "ranks", "--json")
     expected = json.loads(told[told.index("{") :])["label"]["map"]
     (tmp_path / "run.toml").write_text(
         "nqe_sweep = [8]\nbootstrap = 100\n"
-        f'[[dataset]]\nname = "towns"\ndatabase = "{world / "database"}"\nqueries = "{world / "queries"}"\n'
+        f'[[dataset]]\nname = "towns"\ndatabase = "{world / "database"}"\nqueries = "{world / queries}"\n'
         f'[[method]]\nmethod = "{method}"\nnqe = {K}\nndba = {K}\nnqe_with_dba = 3\nhops = 4\nhop_alpha = 0.8\n'
         + "".join(f"{key} = {json.dumps(value)}\n" for key, value in given(world, name)[1].items())
     )
@@ -318,12 +359,12 @@ def label_truth(world):
     return LabelTruth(labels["database"], query_labels=labels["queries"])
 
 
-def call(app, *words):
+def call(app, *words, stdout=False):
     result = CliRunner().invoke(app, [str(word) for word in words])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout if stdout else result.output
 
 
 def test_a_shorter_precision_is_chosen_on_the_command_line(world, tmp_path):

@@ -4,7 +4,6 @@ What does not fit together is refused by name before anything runs. A cell is ke
 """
 
 import json
-import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,16 +16,18 @@ import xxhash
 from lattqe import adaptation
 from lattqe.benchmark.spec import Dataset, Params, Pipeline, Setting, graph_method
 from lattqe.datasets.revisited import RevisitedSet, load_gnd
+from lattqe.device import peak_bytes
 from lattqe.errors import LattqeError
 from lattqe.evaluation import GroundTruth, LabelTruth, Scores, evaluate, score_ranking
 from lattqe.evaluation.analysis import weights_by_rank
+from lattqe.evaluation.labels import label_truth
 from lattqe.expansion import METHODS, Method, create
 from lattqe.expansion.diffusion import GraphRows
-from lattqe.expansion.rows import Found, expand_queries, nearest
+from lattqe.expansion.rows import Found, candidates, expand_queries, nearest
 from lattqe.formats.source import local_files
+from lattqe.own_rows import own_rows
 from lattqe.search import Index
 from lattqe.store import FeatureSet, NeighborGraph, read_manifest
-from lattqe.store.features import comparable_labels
 from lattqe.store.manifest import canonical_json
 from lattqe.store.place import MissingFileError, Place, open_place
 
@@ -43,7 +44,7 @@ class Inputs:
     queries: FeatureSet
     truth: GroundTruth
     truth_digest: str
-    exclude: np.ndarray | None = None  # (nq,) the row of each query that is itself in the database
+    exclude: np.ndarray | None = None  # (nq,) the row of each query that is itself in the database, -1 for the others
 
     @classmethod
     def open(cls, dataset: Dataset) -> "Inputs":
@@ -54,15 +55,17 @@ class Inputs:
                 f"{dataset.name}: the database has {database.dim} dimensions and the queries "
                 f"{queries.dim}: use one extractor for both"
             )
+        own = own_rows(database, queries)
+        left_out = "" if own is None else ", own rows left out"
         if dataset.truth == "labels":
-            rows = own_rows(dataset.name, database, queries)
-            truth = _label_truth(dataset.name, database, queries, rows)
-            return cls(database, queries, truth, "labels" if rows is None else "labels, queries are rows", rows)
+            truth = _label_truth(dataset.name, database, queries, own)
+            return cls(database, queries, truth, f"labels{left_out}", own)
         with local_files({"truth": dataset.truth}) as local:
             gnd = load_gnd(local["truth"])
         _check_rows(dataset.name, gnd, database, queries)
         content = {"gnd": [{grade: list(map(int, rows)) for grade, rows in one.items()} for one in gnd.gnd]}
-        return cls(database, queries, gnd.truth, xxhash.xxh3_128_hexdigest(canonical_json(content)))
+        digest = xxhash.xxh3_128_hexdigest(canonical_json(content))
+        return cls(database, queries, gnd.truth, f"{digest}{left_out}", own)
 
 
 def refuse_foreign_results(place: Place) -> None:
@@ -79,31 +82,6 @@ def refuse_foreign_results(place: Place) -> None:
         raise LattqeError(f"{place.uri} holds {there[0]}, which no benchmark made: choose another destination")
 
 
-def rows_of_queries(database: FeatureSet, queries: FeatureSet) -> np.ndarray:
-    """The row (nq,) of each query that is in the database, -1 for the others.
-
-    A query is a row that has its id and its vector; sets whose ids are mere numbers share ids without being the same.
-    """
-    rows = database.find_ids(queries.id_column())
-    named = np.flatnonzero(rows >= 0)
-    if len(named):
-        asked, stored = queries.read()[named], database.gather(rows[named])
-        rows[named[np.any(asked != stored, axis=1)]] = -1
-    return rows
-
-
-def own_rows(name: str, database: FeatureSet, queries: FeatureSet) -> np.ndarray | None:
-    """Which row each query is (nq,), where the queries are rows of the database: they must not find themselves."""
-    rows = rows_of_queries(database, queries)
-    inside = int((rows >= 0).sum())
-    if 0 < inside < len(rows):
-        raise LattqeError(
-            f"{name}: {inside} of the {len(rows)} queries of {queries.uri} are also in {database.uri}: "
-            "give queries that are all in the database or all outside it"
-        )
-    return rows if inside else None
-
-
 def _label_truth(name: str, database: FeatureSet, queries: FeatureSet, rows: np.ndarray | None) -> LabelTruth:
     """Relevant is what has the query's label; a query without any is refused, because its AP would mean nothing."""
     for role, features in (("database", database), ("queries", queries)):
@@ -112,8 +90,7 @@ def _label_truth(name: str, database: FeatureSet, queries: FeatureSet, rows: np.
                 f"{name}: the {role} in {features.uri} have no labels: import them with labels, or "
                 "give a ground truth file as truth"
             )
-    labels, query_labels = comparable_labels(database, queries)
-    truth = LabelTruth(labels, query_labels=query_labels) if rows is None else LabelTruth(labels, query_rows=rows)
+    truth = label_truth(database, queries, rows)
     if not truth.counts.any():
         raise LattqeError(
             f"{name}: no query has a label that is in the database: do the labels of {database.uri} and "
@@ -195,7 +172,7 @@ def _rows_of_graph(
         if rows.digest in alone:
             return ADAPTED, rows.digest
         space = (ADAPTED,)
-    # Somebody joined both sets, with labels perhaps: then the vectors must be the same, and are looked at.
+    # A user joined both sets, with labels perhaps: then the vectors must be the same, and are looked at.
     return next((space + of for of, pair in zip(digests, pairs) if _is_joined(rows, pair)), None)
 
 
@@ -271,13 +248,14 @@ class Measured:
     seconds: dict[str, float]
     peak_bytes: int
 
-    def to_bytes(self, cell: Cell) -> bytes:
-        """JSON with a checksum of itself; floats come back to the last bit."""
+    def to_bytes(self, cell: Cell, key: str) -> bytes:
+        """JSON with the cell's key and a checksum of itself; floats come back to the last bit."""
         named = {
             name: setting.to_dict() if setting else None
             for name, setting in (("dba", cell.dba), ("qe", cell.qe), ("rank", cell.rank))
         }
         content = {
+            "key": key,
             "cell": {"dataset": cell.dataset, "distractors": cell.distractors, **named},
             "scores": [one.to_dict() for one in self.scores],
             "weights": self.weights,
@@ -287,11 +265,13 @@ class Measured:
         return canonical_json({**content, "checksum": _checksum(content)})
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Measured":
-        """What `to_bytes` wrote; ValueError where it was changed, cut or damaged."""
+    def from_bytes(cls, data: bytes, key: str) -> "Measured":
+        """What `to_bytes` wrote; ValueError where it was changed, cut or damaged, or is another cell's result."""
         content = json.loads(data)
         if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
             raise ValueError("the checksum does not fit")
+        if content.get("key", key) != key:  # those of earlier versions have none
+            raise ValueError("the result of another cell")
         if not content["scores"]:
             raise ValueError("no scores")
         return cls(
@@ -323,7 +303,7 @@ def measure(
     """
     depth = deepest(pipelines)
     started = time.perf_counter()
-    found = nearest(index, xq, min(depth, index.rows - (exclude is not None)), exclude) if depth else None
+    found = nearest(index, xq, min(depth, candidates(index, exclude)), exclude) if depth else None
     searching = time.perf_counter() - started
     rows: GraphRows | None = None
     for pipeline in pipelines:
@@ -340,8 +320,7 @@ def measure(
             started = time.perf_counter()
             scores = tuple(evaluate(index, expanded, truth).values())
             seconds["evaluate"] = time.perf_counter() - started
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        on_done(pipeline, Measured(scores, weights, seconds, peak))
+        on_done(pipeline, Measured(scores, weights, seconds, peak_bytes()))
 
 
 def deepest(pipelines: Iterable[Pipeline]) -> int:
@@ -396,6 +375,6 @@ def _expand(
     """Expanded queries (nq, D), and the weights by rank and relevance."""
     method = method_of(setting)
     done = expand_queries(index, xq, method, setting.k, found=found, exclude=exclude)
-    k = min(setting.k, index.rows - (exclude is not None))
+    k = min(setting.k, candidates(index, exclude))
     profiles = weights_by_rank(done.weights, done.rows[:, 1 : 1 + k], truth)
     return done.vectors, {name: profile.to_dict() for name, profile in profiles.items()}

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from lattqe.benchmark.cells import rows_of_queries
 from lattqe.benchmark.choosing import Row, choose_rows, mean_of, reported, tried_on
 from lattqe.benchmark.results import Source
 from lattqe.benchmark.spec import (
@@ -35,6 +34,7 @@ from lattqe.errors import LattqeError
 from lattqe.evaluation.analysis import paired_bootstrap
 from lattqe.evaluation.truth import keep_of_each
 from lattqe.expansion import METHODS
+from lattqe.own_rows import own_rows
 from lattqe.store import FeatureSet
 from lattqe.store.features import comparable_labels
 
@@ -72,9 +72,10 @@ class DensityCell:
         return self.columns, self.crowded, self.relevant
 
 
-def load_photo_sets(data: str | None, columns: int) -> list[LabelledSet]:
-    """The test splits of the photographs."""
-    splits = [load_photos(name, "test", photos_in(data), columns=columns) for name in PHOTO_SETS]
+def load_photo_sets(data: str | None, widths: Sequence[int]) -> list[LabelledSet]:
+    """The test splits of the photographs, with so many of their columns each time."""
+    with photos_in(data) as folder:
+        splits = [load_photos(name, "test", folder, columns=columns) for columns in widths for name in PHOTO_SETS]
     return [
         LabelledSet(one.name, one.xb, one.labels, one.ids, one.xq, one.query_labels, one.query_ids) for one in splits
     ]
@@ -97,7 +98,8 @@ def load_own_set(features: str, queries: str | None) -> LabelledSet:
                 f"{asked.uri} has {asked.dim} columns, {stored.uri} has {stored.dim}: use one extractor for both"
             )
         labels, query_labels = comparable_labels(stored, asked)
-        kept = np.setdiff1d(np.arange(stored.rows), rows_of_queries(stored, asked))  # queries leave the database
+        own = own_rows(stored, asked)
+        kept = np.arange(stored.rows) if own is None else np.setdiff1d(np.arange(stored.rows), own)  # no queries
         if not np.isin(query_labels, labels[kept][labels[kept] >= 0]).any():
             raise LattqeError(
                 f"no image of {stored.uri} that is not itself a query has the label of one in {asked.uri}: "

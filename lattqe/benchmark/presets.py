@@ -153,11 +153,11 @@ def all_methods(model: str | None, others: Sequence[Candidate]) -> tuple[Candida
 
 def photo_sets(data: str | None, folder: str, columns: int) -> tuple[list[Dataset], list[Distractors]]:
     """The test splits of the photographs as feature sets, each with the other three as its distractors."""
-    source = photos_in(data)
+    with photos_in(data) as source:
+        splits = [load_photos(name, "test", source, columns=columns) for name in PHOTO_SETS]
     prefix = f"{folder}/features/{columns}"
     datasets, distractors = [], []
-    for name in PHOTO_SETS:
-        split = load_photos(name, "test", source, columns=columns)
+    for name, split in zip(PHOTO_SETS, splits):
         origin: dict[str, object] = {"photos": name, "split": "test", "columns": columns}
         database = store(f"{prefix}/{name}", [(split.xb, split.ids, split.labels)], columns, origin)
         queries = store(f"{prefix}/{name}-queries", [(split.xq, split.query_ids, split.query_labels)], columns, origin)
@@ -252,7 +252,7 @@ def density_cells(options: Options) -> list[DensityCell]:
     if options.features is None:
         if options.queries is not None:
             raise LattqeError("--queries need --features: give both")
-        sets = [one for columns in options.columns or DENSITY_COLUMNS for one in load_photo_sets(options.data, columns)]
+        sets = load_photo_sets(options.data, options.columns or DENSITY_COLUMNS)
     elif options.data is not None or options.columns is not None:
         raise LattqeError("--features are your own sets, used whole: leave --data and --columns out")
     else:

@@ -122,7 +122,9 @@ def _check_run(run: Run, where: str) -> None:
     names = [dataset.name for dataset in run.datasets]
     for each in run.distractors:
         if each.of is not None and each.of not in names:
-            raise LattqeError(f"{where}: distractors {each.name!r} are of {each.of!r}, which is no [[dataset]]")
+            raise LattqeError(
+                f"{where}: distractors {each.name!r} belong to {each.of!r}, but no [[dataset]] has that name"
+            )
     columns = [f"{dataset.name}+{distractors}" for dataset, distractors in run.columns()]
     for kind, found in (
         ("dataset", names),

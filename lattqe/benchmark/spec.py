@@ -269,6 +269,15 @@ class Run:
         hopping = [each.dba for method in self.graph_methods for each in method.pipelines if each.dba is not None]
         return [*plain, *(each for each in hopping if each.method not in GRAPH_METHODS)]
 
+    def expansions(self) -> list[Setting]:
+        """The settings of queries that it names, in whatever rows they search."""
+        alone = [setting for each in self.methods for setting in each.qe_settings()]
+        with_dba = [
+            pair[1] for each in self.methods for params in each.variants() for pair in each.dba_settings(params)
+        ]
+        on_graph = [each.qe for method in self.graph_methods for each in method.pipelines if each.qe is not None]
+        return [*alone, *with_dba, *on_graph, *(each.setting for each in self.ablations)]
+
     def models(self) -> list[str]:
         """The addresses of all models, sorted."""
         steps = [

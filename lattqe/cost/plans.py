@@ -378,5 +378,5 @@ def train(plan: "Plan", machines: Machines) -> Work:
         batch=config.batch,
         k=config.k_max,
         checks=max(config.steps // config.validate_every, 1) + 1,
-        graph_k=None if plan.graphs else plan.graph_k,
+        graph_k=None if plan.graphs else config.graph_k,
     )

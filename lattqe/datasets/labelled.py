@@ -9,7 +9,8 @@ extracted in the order of `cids`, are the rows; its clusters (3D reconstructions
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from lattqe.evaluation.truth import LabelTruth
 from lattqe.formats import pickle_file
 from lattqe.formats.matrix import read_header
 from lattqe.formats.source import local_files
-from lattqe.store import FeatureSet, FeatureWriter
+from lattqe.store import FeatureSet, FeatureWriter, Place, open_place
 from lattqe.store.local import scratch_folder
 
 PHOTO_SETS = ("cub200", "cars196", "grocery81", "caltech101")
@@ -80,11 +81,30 @@ def photos_folder(folder: str | Path | None = None) -> Path:
     return folder
 
 
-def photos_in(data: str | Path | None) -> Path:
-    """The photographs in a folder, or in `photos` below it; None: where LATTQE_DATA says."""
-    if data is not None and (Path(data) / "photos").is_dir():
-        data = Path(data) / "photos"
-    return photos_folder(data)
+@contextmanager
+def photos_in(data: str | Path | None) -> Iterator[Path]:
+    """The photographs in a folder or s3:// prefix, or in `photos` below it, on this disk for as long as they are read;
+    None: where LATTQE_DATA says.
+    """
+    if data is None:
+        yield photos_folder()
+        return
+    place = open_place(str(data))
+    if place.is_local:
+        below = Path(place.uri) / "photos"
+        yield photos_folder(below if below.is_dir() else place.uri)
+        return
+    with scratch_folder("photos") as scratch:
+        there = place.child("photos") if place.exists(f"photos/{PHOTO_SETS[0]}_vectors.npy") else place
+        for name in PHOTO_SETS:
+            _download_photos(there, name, scratch)
+        yield scratch
+
+
+def _download_photos(place: Place, name: str, folder: Path) -> None:
+    """Copy the files of one set to a folder on disk."""
+    for part in PHOTO_FILES:
+        place.download(f"{name}_{part}.npy", folder / f"{name}_{part}.npy")
 
 
 def load_photos(name: str, split: str, folder: str | Path | None = None, *, columns: int | None = None) -> PhotoSplit:
@@ -294,25 +314,20 @@ def prepare_photos(source: str, to: str, columns: int | None = None, progress: P
     """Labelled photographs: NAME-train, and NAME-val and NAME-test with their -queries, for the sets that are there."""
     folder, report = Folder.open(source), Report()
     prefix = "photos/" if any(name.startswith("photos/") for name in folder.names) else ""
+    there = folder.place.child("photos") if prefix else folder.place
     present = [name for name in PHOTO_SETS if f"{prefix}{name}_vectors.npy" in folder.names]
     if not present:
         raise lacking_files(folder, [f"NAME_vectors.npy of {', '.join(PHOTO_SETS)}"])
     for name in present:
-        parts = ("vectors", "labels", "split", "isquery")
-        lacking = [f"{name}_{part}.npy" for part in parts if f"{prefix}{name}_{part}.npy" not in folder.names]
+        lacking = [f"{name}_{part}.npy" for part in PHOTO_FILES if f"{prefix}{name}_{part}.npy" not in folder.names]
         if lacking:
             raise lacking_files(folder, lacking)
         with scratch_folder("dataset") as scratch:
-            local = folder.place.uri if folder.place.is_local else str(scratch)
-            if not folder.place.is_local:
-                for part in parts:
-                    folder.place.download(f"{prefix}{name}_{part}.npy", scratch / f"{name}_{part}.npy")
+            local = Path(there.uri) if there.is_local else scratch
+            if not there.is_local:
+                _download_photos(there, name, scratch)
             for split in PHOTO_SPLITS:
-                _store_photos(
-                    load_photos(name, split, Path(local) / (prefix if folder.place.is_local else ""), columns=columns),
-                    to,
-                    report,
-                )
+                _store_photos(load_photos(name, split, local, columns=columns), to, report)
         progress(name, 1, 1)
     return report
 

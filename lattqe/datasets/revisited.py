@@ -19,6 +19,7 @@ import numpy as np
 from lattqe.errors import LattqeError
 from lattqe.evaluation.truth import GradedTruth, Judgements
 from lattqe.formats import pickle_file
+from lattqe.formats.reader import check_file
 
 GRADES = ("easy", "hard", "junk")
 Box = tuple[float, float, float, float]
@@ -87,7 +88,7 @@ def load_gnd(path: str | Path) -> RevisitedSet:
     """Read and check a ground-truth file, .pkl or .json; anything wrong with it is refused by name."""
     path = Path(path)
     if path.suffix in (".npy", ".txt", ".csv"):
-        raise LattqeError(f"{path} is no ground truth (gnd_*.pkl or .json): give labels to `lattqe import --labels`")
+        raise LattqeError(f"{path} is not a ground truth (gnd_*.pkl or .json): give labels to `lattqe import --labels`")
     content = _read_json(path) if path.suffix == ".json" else pickle_file.load(path)
     try:
         return from_gnd(content)
@@ -128,6 +129,7 @@ def from_gnd(content: Any) -> RevisitedSet:
 
 
 def _read_json(path: Path) -> Any:
+    check_file(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from lattqe.datasets.revisited import RevisitedSet, load_gnd
 from lattqe.errors import LattqeError
+from lattqe.evaluation.labels import label_truth
 from lattqe.evaluation.scores import Scores, query_blocks, score_ranking
-from lattqe.evaluation.truth import GroundTruth, LabelTruth, Setup
+from lattqe.evaluation.truth import GroundTruth, Setup
 from lattqe.formats.source import local_files
+from lattqe.own_rows import own_rows
 from lattqe.store import FeatureSet, Ranks
-from lattqe.store.features import comparable_labels
 
 _DRAWS_AT_ONCE = 1 << 20  # drawn query numbers in memory: 8 MB
 
@@ -86,11 +87,12 @@ class JudgedRanks:
                 f"{self.searched[0].uri} or {self.queries.uri} has no labels: give --truth gnd_*.pkl, or "
                 "import both with labels"
             )
-        labels, query_labels = comparable_labels(self.searched[0], self.queries)
-        rows = self.searched[0].find_ids(self.queries.id_column())
-        if len(rows) and (rows >= 0).all():  # queries from the database are no answers to themselves
-            return LabelTruth(labels, query_rows=rows)
-        return LabelTruth(labels, query_labels=query_labels)
+        return label_truth(self.searched[0], self.queries, self.own_rows)
+
+    @cached_property
+    def own_rows(self) -> NDArray[np.int64] | None:
+        """The row (nq,) of each query that is itself in the database, and no answer to itself; -1 for the others."""
+        return own_rows(self.searched[0], self.queries)
 
     @cached_property
     def scores(self) -> dict[str, Scores]:

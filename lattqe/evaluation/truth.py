@@ -156,7 +156,7 @@ class GradedTruth:
 
 
 class LabelTruth:
-    """Ground truth by labels, for queries inside or outside the database.
+    """Ground truth by labels, for queries inside or outside the database, or some of each.
 
     Only the labels are kept, (rows,) and (nq,): the lists of relevant rows, which may be long, are made for a few
     queries at a time. A label below 0 means 'belongs to nothing': such rows are negatives for everyone.
@@ -170,24 +170,21 @@ class LabelTruth:
         query_labels: NDArray[np.integer[Any]] | None = None,
         query_rows: NDArray[np.integer[Any]] | None = None,
     ) -> None:
-        """Give query_labels (nq,) for queries outside the database, or query_rows (nq,) for queries that are its rows.
+        """Give query_labels (nq,), and query_rows (nq,) where queries are rows of the database: -1 for those outside.
 
-        A query that is itself a database row is taken out of its own ranking, by row number.
+        A query that is itself a database row is taken out of its own ranking, by row number. Without query_labels all
+        queries are rows, and have their labels.
         """
-        if (query_labels is None) == (query_rows is None):
-            raise LattqeError(
-                "label protocol: give either the queries' labels (queries outside the database) or their row numbers "
-                "(queries that are rows of the database), not both and not neither"
-            )
         labels = np.asarray(database_labels)
-        self._query_rows: NDArray[np.int64] | None = None
-        if query_rows is not None:
-            rows = np.asarray(query_rows, dtype=np.int64)
-            if len(rows) and (rows.min() < 0 or rows.max() >= len(labels)):
-                outside = rows[(rows < 0) | (rows >= len(labels))][0]
-                raise LattqeError(f"query row {outside} is not in the database of {len(labels)} rows")
-            self._query_rows, query_labels = rows, labels[rows]
-        wanted = np.asarray(query_labels)
+        own = None if query_rows is None else _checked_rows(query_rows, len(labels), outside=query_labels is not None)
+        if query_labels is None and own is None:
+            raise LattqeError(
+                "label protocol: give the queries' labels, or their row numbers where all of them are rows of the "
+                "database"
+            )
+        wanted = np.asarray(query_labels) if query_labels is not None else labels[own]
+        if own is not None and len(own) != len(wanted):
+            raise LattqeError(f"{len(wanted)} labels of queries and {len(own)} row numbers: give one of each per query")
         self.database_rows = len(labels)
         self.queries = len(wanted)
         # Stable, so that the rows of one label stay in ascending order.
@@ -195,7 +192,12 @@ class LabelTruth:
         in_order = labels[self._order]
         self._first = np.searchsorted(in_order, wanted, side="left")
         last = np.searchsorted(in_order, wanted, side="right")
-        self.counts: NDArray[np.int64] = np.where(wanted < 0, 0, last - self._first).astype(np.int64)
+        self._same: NDArray[np.int64] = np.where(wanted < 0, 0, last - self._first).astype(np.int64)
+        self._own = np.full(len(wanted), -1) if own is None else own
+        # Where the own row of a query has another label, it would be listed nowhere, and count as a negative.
+        apart = (wanted >= 0) & (self._own >= 0)
+        apart[apart] = labels[self._own[apart]] != wanted[apart]
+        self.counts: NDArray[np.int64] = self._same + apart
 
     def judgements(self, start: int, stop: int) -> Judgements:
         """The judgements of queries start..stop-1: same label is EASY, the query itself JUNK."""
@@ -203,11 +205,23 @@ class LabelTruth:
         offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
         query = np.repeat(np.arange(start, stop), counts)
         within = np.arange(offsets[-1]) - offsets[query - start]
-        rows = self._order[self._first[query] + within].astype(np.int64)
-        grades = np.full(len(rows), EASY, dtype=np.int8)
-        if self._query_rows is not None:
-            grades[rows == self._query_rows[query]] = JUNK
+        listed = within < self._same[query]
+        rows = self._own[query]
+        rows[listed] = self._order[self._first[query[listed]] + within[listed]]
+        grades = np.where(rows == self._own[query], JUNK, EASY).astype(np.int8)
         return Judgements(offsets, rows, grades)
+
+
+def _checked_rows(rows: NDArray[np.integer[Any]], database_rows: int, outside: bool) -> NDArray[np.int64]:
+    """Row numbers (nq,) of queries that are rows of the database; `outside`: -1 is for those that are not."""
+    numbers = np.asarray(rows)
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise LattqeError(f"query rows are {numbers.dtype} of shape {numbers.shape}: give whole numbers (nq,)")
+    numbers = numbers.astype(np.int64)
+    wrong = numbers[(numbers < (-1 if outside else 0)) | (numbers >= database_rows)]
+    if len(wrong):
+        raise LattqeError(f"query row {wrong[0]} is not in the database of {database_rows} rows")
+    return numbers
 
 
 def keep_of_each(labels: NDArray[np.integer], m: int, seed: int = 0) -> NDArray[np.bool_]:

@@ -214,7 +214,9 @@ class AttentionExpansion(Method):
         """
         n, k = scores.shape
         if rows.shape != (n, 1 + k) or neighbors.shape[:2] != (n, k) or len(x) != n:
-            raise LattqeError(f"rows {rows.shape} do not fit scores {scores.shape}: want (n, 1 + k), the item first")
+            raise LattqeError(
+                f"rows {rows.shape} do not fit scores {scores.shape}: expected (n, 1 + k), the item first"
+            )
         if table.ndim != 2 or table.shape[1] != self.shared_width:
             raise LattqeError(f"table {table.shape} does not fit: this network shares {self.shared_width} columns")
         if n and (rows.max() >= len(table) or rows[:, 0].min() < 0):

@@ -204,11 +204,11 @@ class Method(Described, ABC):
         """Where `suggested_k` for queries comes from, in words."""
         return "the paper's number"
 
-    def check_k(self, k: int) -> None:
-        """Refuse more neighbors than can be weighed."""
+    def check_k(self, k: int, what: str = "") -> None:
+        """Refuse more neighbors than can be weighed; `what` names what asks for them, by default the method."""
         if self.largest_k is not None and k > self.largest_k:
             raise LattqeError(
-                f"{self.name}: {k} neighbors, but this network was made for {self.largest_k}: use "
+                f"{what or self.name}: {k} neighbors, but this network was made for {self.largest_k}: use "
                 f"{self.largest_k} or fewer"
             )
 
@@ -262,6 +262,7 @@ class Method(Described, ABC):
         A row without neighbors, or whose weighted sum cancels, stays what it was. Deterministic.
         """
         _check_shapes(x, neighbors, scores, valid, negatives, negatives_valid)
+        self.check_k(k or 0)
         (n, depth, dim) = neighbors.shape
         if valid is None:
             valid = np.ones((n, depth), dtype=bool)
@@ -387,12 +388,12 @@ def _check_shapes(
 ) -> None:
     """Refuse arrays that do not belong together, by name."""
     if x.ndim != 2 or neighbors.ndim != 3 or len(x) != len(neighbors) or x.shape[1] != neighbors.shape[2]:
-        raise LattqeError(f"x {x.shape} and neighbors {neighbors.shape} do not fit: want (n, D) and (n, k, D)")
+        raise LattqeError(f"x {x.shape} and neighbors {neighbors.shape} do not fit: expected (n, D) and (n, k, D)")
     if scores.shape != neighbors.shape[:2]:
-        raise LattqeError(f"scores {scores.shape} do not fit neighbors {neighbors.shape}: want (n, k)")
+        raise LattqeError(f"scores {scores.shape} do not fit neighbors {neighbors.shape}: expected (n, k)")
     if valid is not None and valid.shape != scores.shape:
-        raise LattqeError(f"valid {valid.shape} does not fit scores {scores.shape}: want (n, k)")
+        raise LattqeError(f"valid {valid.shape} does not fit scores {scores.shape}: expected (n, k)")
     if negatives is not None and (negatives.ndim != 3 or negatives[:, 0:0].shape != neighbors[:, 0:0].shape):
-        raise LattqeError(f"negatives {negatives.shape} do not fit x {x.shape}: want (n, m, D)")
+        raise LattqeError(f"negatives {negatives.shape} do not fit x {x.shape}: expected (n, m, D)")
     if negatives_valid is not None and (negatives is None or negatives_valid.shape != negatives.shape[:2]):
-        raise LattqeError(f"negatives_valid {negatives_valid.shape} does not fit the negatives: want (n, m)")
+        raise LattqeError(f"negatives_valid {negatives_valid.shape} does not fit the negatives: expected (n, m)")

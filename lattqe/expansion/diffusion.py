@@ -41,7 +41,7 @@ def directed(weights: np.ndarray, rows: np.ndarray, n: int) -> sparse.csr_array:
     Column 0, the row itself, is left out. A row that is listed twice has both weights.
     """
     if weights.shape != rows.shape or weights.ndim != 2:
-        raise LattqeError(f"weights {weights.shape} do not fit rows {rows.shape}: want (n, 1 + k) twice")
+        raise LattqeError(f"weights {weights.shape} do not fit rows {rows.shape}: expected (n, 1 + k) twice")
     if not np.isfinite(weights).all():
         bad = int(np.flatnonzero(~np.isfinite(weights).all(axis=1))[0])
         raise LattqeError(f"edges of row {bad}: NaN or infinite weights")

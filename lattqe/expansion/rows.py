@@ -42,7 +42,13 @@ def list_lengths(method: Method, k: int, candidates: int) -> tuple[int, int]:
     """How many neighbors are weighed, and how many must be listed for that, where there are `candidates` of them."""
     if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
         raise LattqeError(f"k is {k!r}: use a whole number of neighbors, at least 1")
+    method.check_k(k)
     return min(k, candidates), min(method.depth(k), candidates)
+
+
+def candidates(index: Index, exclude: np.ndarray | None = None) -> int:
+    """How many rows there are to be neighbors, without one that each query must not find; a list needs an entry."""
+    return max(index.rows - (exclude is not None), 1)
 
 
 def nearest(index: Index, xq: np.ndarray, k: int, exclude: np.ndarray | None = None) -> Found:
@@ -50,13 +56,15 @@ def nearest(index: Index, xq: np.ndarray, k: int, exclude: np.ndarray | None = N
 
     A query that is itself in the database would be its own best neighbor.
     """
-    if exclude is None:
-        return index.search(xq, k)
-    D, I = index.search(xq, k + 1)
+    return index.search(xq, k) if exclude is None else without_own(*index.search(xq, k + 1), exclude)
+
+
+def without_own(D: np.ndarray, I: np.ndarray, exclude: np.ndarray) -> Found:
+    """Lists D and I (nq, k + 1) without the row `exclude` (nq,) of each, or without the last one: (nq, k)."""
     itself = (exclude[:, None] == I) & (I >= 0)
     itself[~itself.any(axis=1), -1] = True  # not among them: the last one is too many
-    kept = ~itself
-    return D[kept].reshape(len(D), k), I[kept].reshape(len(I), k)
+    kept, shape = ~itself, (len(I), I.shape[1] - 1)
+    return D[kept].reshape(shape), I[kept].reshape(shape)
 
 
 def expand_queries(
@@ -77,8 +85,7 @@ def expand_queries(
     of each query that is itself in the index, -1 for the others. on_done(n): called after each n queries.
     """
     method.check_width(xq.shape[1])
-    candidates = index.rows - (exclude is not None)
-    k, depth = list_lengths(method, k, candidates)
+    k, depth = list_lengths(method, k, candidates(index, exclude))
     if found is not None and found[1].shape[1] < depth:
         raise LattqeError(
             f"lists of {found[1].shape[1]} neighbors, but {method.name} needs {depth} to weigh {k}: search for more"

@@ -23,17 +23,18 @@ from lattqe.formats.reader import (
     check_matrix,
     text_labels,
 )
-
-FILE_MAGIC = b"ARROW1"
+from lattqe.store.ipc import FILE_MAGIC, unpacked_bytes
 
 
 class BatchReader(Reader):
     """Chooses the columns and turns batches into blocks; a format gives schema, number of rows, and batches."""
 
-    def __init__(self, name: str, schema: pa.Schema, rows: int, options: Options, kind: str) -> None:
+    def __init__(self, path: Path, schema: pa.Schema, rows: int, options: Options, kind: str) -> None:
+        name = str(path)
         if options.transposed:
             raise LattqeError(f"{name}: a table has one image in each row; leave out --transposed")
         self.name, self.rows, self.kind, self._schema = name, rows, kind, schema
+        self._path, self._options = path, options
         if len(set(schema.names)) != len(schema.names):
             raise LattqeError(f"{name} has two columns of the same name")
         self._vector = _choose_vector(name, schema, options.key)
@@ -45,6 +46,7 @@ class BatchReader(Reader):
             self.labels = int if pa.types.is_integer(_plain(schema.field(self._label).type)) else str
         if rows == 0:
             raise LattqeError(f"{name} is empty: it has no rows")
+        options.check_expansion(path, self._values() * 4, f"vectors of {self._values():,} numbers")
         self.dim = self._find_dim()
         check_matrix(name, (rows, self.dim), np.dtype(np.float32))
 
@@ -52,10 +54,16 @@ class BatchReader(Reader):
     def batches(self, columns: list[str], size: int) -> Iterator[pa.RecordBatch]:
         """Yield the named columns in batches of at most `size` rows."""
 
+    def _values(self) -> int:
+        """How many numbers all vectors have, as far as the file says so before they are read."""
+        return 0
+
     def _blocks(self, step: int) -> Iterator[RowBlock]:
         columns = [column for column in (self._vector, self._id, self._label) if column]
-        first = 0
+        first = texts = 0
         for batch in self._sound(columns, step):
+            texts += sum(_text_bytes(batch.column(column)) for column in columns[1:])
+            self._options.check_expansion(self._path, texts, f"ids and labels of {texts:,} bytes")
             yield self._block(batch, first)
             first += batch.num_rows
         if first != self.rows:
@@ -66,6 +74,8 @@ class BatchReader(Reader):
             return set()
         names: set[str] = set()
         for batch in self._sound([self._label], 1 << 16):
+            texts = _text_bytes(batch.column(0))
+            self._options.check_expansion(self._path, texts, f"labels of {texts:,} bytes")
             names.update(text_labels(_texts(batch.column(0), self.name, "label"), self.name))
         return names
 
@@ -170,14 +180,50 @@ def _whole(column: pa.Array, name: str, what: str) -> pa.Array:
     return column
 
 
+def _is_text(kind: pa.DataType) -> bool:
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_binary,
+             pa.types.is_large_binary)  # fmt: skip
+    return any(test(kind) for test in texts)
+
+
 def _texts(column: pa.Array, name: str, what: str) -> list[str]:
     kind = _plain(column.type)
-    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_binary,
-             pa.types.is_large_binary, pa.types.is_integer)  # fmt: skip
-    if not any(test(kind) for test in texts):
+    if not _is_text(kind) and not pa.types.is_integer(kind):
         raise LattqeError(f"{name}: the {what} column holds {column.type}; text or whole numbers are needed")
-    values: list[Any] = _whole(_storage(column), name, what).to_pylist()
+    column = _whole(_storage(column), name, what)
+    if pa.types.is_dictionary(column.type):  # each text once in memory, however often it is used
+        used, rows = _used(column)
+        found = _texts(used, name, what)
+        return [found[row] for row in rows.tolist()]
+    values: list[Any] = column.to_pylist()
     return [value.decode("utf-8") if isinstance(value, bytes) else str(value) for value in values]
+
+
+def _used(column: pa.DictionaryArray) -> tuple[pa.Array, np.ndarray]:
+    """The values that a dictionary's rows use, and for each row the number of its value among them; none is missing."""
+    numbers, rows = np.unique(column.indices.to_numpy(zero_copy_only=False), return_inverse=True)
+    return column.dictionary.take(pa.array(numbers)), rows
+
+
+def _text_bytes(column: pa.Array) -> int:
+    """Bytes of a column's texts, written out one by one; 0 for numbers."""
+    column = _storage(column)
+    if pa.types.is_dictionary(column.type):
+        if column.null_count:  # refused later
+            return 0
+        used, rows = _used(column)
+        return int(_lengths(used) @ np.bincount(rows, minlength=len(used))) if len(used) else 0
+    return int(_lengths(column).sum())
+
+
+def _lengths(column: pa.Array) -> np.ndarray:
+    """The bytes of each text (n,); 0 for what is no text."""
+    kind = column.type
+    if pa.types.is_string_view(kind):  # a length and three more numbers for each
+        return np.frombuffer(column.buffers()[1], "<i4")[4 * column.offset :][: 4 * len(column) : 4].astype(np.int64)
+    if _is_text(kind):
+        return pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return np.zeros(len(column), np.int64)
 
 
 class ArrowReader(BatchReader):
@@ -187,8 +233,10 @@ class ArrowReader(BatchReader):
         self._path = path
         with path.open("rb") as file:
             self._is_file = file.read(len(FILE_MAGIC)) == FILE_MAGIC
+        unpacked = unpacked_bytes(pa.memory_map(str(path)).read_buffer()) or 0
+        options.check_expansion(path, unpacked, f"{unpacked:,} bytes")
         rows = sum(batch.num_rows for batch in self._stored())
-        super().__init__(str(path), self._open().schema, rows, options, "Arrow")
+        super().__init__(path, self._open().schema, rows, options, "Arrow")
 
     def batches(self, columns: list[str], size: int) -> Iterator[pa.RecordBatch]:
         """Yield the named columns in the batches that are stored."""
@@ -217,12 +265,92 @@ class ParquetReader(BatchReader):
 
     def __init__(self, path: Path, options: Options) -> None:
         # Mapped: a row group is read page by page, and a damaged page of a declared gigabyte is not allocated first.
+        self._mapped = pa.memory_map(str(path)).read_buffer()
         self._file = pq.ParquetFile(pa.memory_map(str(path)), pre_buffer=False)
-        super().__init__(str(path), self._file.schema_arrow, self._file.metadata.num_rows, options, "Parquet")
+        schema = self._file.schema_arrow
+        texts = [field.name for field in schema if _is_text(field.type)]
+        # Texts as they are stored mostly: one of a megabyte that a million rows share is not written out for each.
+        self._file = pq.ParquetFile(pa.memory_map(str(path)), pre_buffer=False, read_dictionary=texts)
+        super().__init__(path, self._file.schema_arrow, self._file.metadata.num_rows, options, "Parquet")
 
     def batches(self, columns: list[str], size: int) -> Iterator[pa.RecordBatch]:
         """Yield the named columns in batches of at most `size` rows."""
         return self._file.iter_batches(batch_size=size, columns=columns, use_threads=False)
+
+    def _values(self) -> int:
+        """By the footer: one row may have as many as it likes, and is read as a whole."""
+        counts = declared_values(self._mapped)
+        return sum(count for path, count in counts if path.startswith(f"{self._vector}."))
+
+
+def declared_values(file: pa.Buffer) -> list[tuple[str, int]]:
+    """The columns of all row groups of a Parquet file, by their paths, and how many values each has, by its footer.
+
+    Read from the bytes (Thrift's compact protocol): pyarrow's own objects for columns end the whole process where the
+    numbers of a damaged one contradict each other. ValueError: it makes no sense.
+    """
+    data = memoryview(file).cast("B")
+    length = int.from_bytes(data[-8:-4], "little")
+    try:
+        footer, _ = _thrift(data[len(data) - 8 - length : len(data) - 8], 0, STRUCT)
+        columns = [column[3] for group in footer[4] for column in group[1]]  # row groups, their columns, metadata
+        return [(".".join(str(name, "utf-8") for name in column[3]), int(column[5])) for column in columns]
+    except (IndexError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError("its footer does not describe its columns") from error
+
+
+STRUCT, LIST, SET, MAP, BINARY, DOUBLE, BYTE = 12, 9, 10, 11, 8, 7, 3
+
+
+def _thrift(data: memoryview, at: int, kind: int) -> tuple[Any, int]:
+    """One value of a kind at a place, and the place after it: structs as {field: value}, lists as lists."""
+    if kind == STRUCT:
+        fields: dict[int, Any] = {}
+        number = 0
+        while head := data[at]:
+            at += 1
+            if head >> 4:
+                number += head >> 4
+            else:
+                number, at = _varint(data, at)
+                number = (number >> 1) ^ -(number & 1)
+            kind = head & 15
+            if kind in (1, 2):  # true and false have no bytes of their own
+                fields[number] = kind == 1
+            else:
+                fields[number], at = _thrift(data, at, kind)
+        return fields, at + 1
+    if kind in (LIST, SET):
+        count, kind, at = data[at] >> 4, data[at] & 15, at + 1
+        if count == 15:
+            count, at = _varint(data, at)
+        values = []
+        for _ in range(count):
+            value, at = _thrift(data, at, BYTE if kind in (1, 2) else kind)
+            values.append(value)
+        return values, at
+    if kind == BINARY:
+        count, at = _varint(data, at)
+        return data[at : at + count], at + count
+    if kind == DOUBLE:
+        return data[at + 7], at + 8  # not needed, but there
+    if kind == BYTE:
+        return data[at], at + 1
+    if kind == MAP:
+        raise KeyError("Parquet has no maps")
+    number, at = _varint(data, at)
+    return (number >> 1) ^ -(number & 1), at
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """An unsigned number of seven bits a byte, at most 64 in all."""
+    value = 0
+    for place in range(0, 70, 7):
+        byte = data[at]
+        value, at = value | (byte & 127) << place, at + 1
+        if byte < 128:
+            return value, at
+    raise IndexError("a number of more than 64 bits")
 
 
 def open_parquet(path: Path, options: Options) -> ParquetReader:

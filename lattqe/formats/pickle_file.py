@@ -22,6 +22,7 @@ import numpy as np
 
 from lattqe.errors import LattqeError
 from lattqe.formats.pickle_names import MEANINGS, ElementType, Malformed, Name, UnbuiltArray, key
+from lattqe.formats.reader import check_file
 
 HIGHEST_PROTOCOL = 5
 VIEWED_BYTES = 1 << 16  # byte strings from this size on are left in the file
@@ -34,13 +35,12 @@ def load(path: str | os.PathLike[str]) -> Any:
     Strings of Python 2 are decoded as latin-1.
     """
     path = Path(path)
+    check_file(path)
     try:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                raise LattqeError(f"{path} is empty: a pickle was expected")
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise LattqeError(f"cannot read {path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: it has been emptied meanwhile
+        raise LattqeError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     return loads(data, str(path))
 
 

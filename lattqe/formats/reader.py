@@ -49,6 +49,18 @@ class Options:
     ids_key: str | None = None  # the array or column with ids; None: one with a usual name
     labels_key: str | None = None
 
+    def check_expansion(self, path: Path, unfolded: int, what: str) -> None:
+        """Refuse a small file that would fill memory or disk: compression, or what was declared and never written.
+
+        unfolded: bytes that reading it makes; what: those bytes in words, "5 × 3 numbers".
+        """
+        size = path.stat().st_size
+        if not self.allow_expansion and unfolded > UNFOLDED_BYTES and unfolded > MAX_EXPANSION * size:
+            raise LattqeError(
+                f"{path} has {size:,} bytes and declares {what}, {unfolded // size:,} times as much: "
+                f"{MAX_EXPANSION} times is the limit, give --allow-expansion if this is intended"
+            )
+
     def refuse_column_names(self, path: object, why: str) -> None:
         """Refuse names of arrays and columns for a file that has none."""
         if self.key is not None:
@@ -181,20 +193,8 @@ def open_reader(path: str | Path, options: Options | None = None) -> Reader:
     options = options or Options()
     with decoding(path, format.endings[0]):
         reader = cast(Reader, opener(path, options))
-    if not options.allow_expansion:
-        check_expansion(path, reader.rows, reader.dim)
+    options.check_expansion(path, reader.rows * reader.dim * 4, f"{reader.rows:,} × {reader.dim} numbers")
     return reader
-
-
-def check_expansion(path: Path, rows: int, dim: int) -> None:
-    """Refuse a small file that would fill the disk: compression, or rows that were declared and never written."""
-    size, unfolded = path.stat().st_size, rows * dim * 4
-    if unfolded > UNFOLDED_BYTES and unfolded > MAX_EXPANSION * size:
-        times = unfolded // size
-        raise LattqeError(
-            f"{path} has {size:,} bytes and declares {rows:,} × {dim} numbers, {times:,} times as much: "
-            f"{MAX_EXPANSION} times is the limit, give --allow-expansion if this is intended"
-        )
 
 
 def find_format(name: str) -> Format:

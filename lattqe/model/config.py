@@ -13,8 +13,9 @@ LARGEST = {
     "heads": 1 << 16,
     "width": 1 << 20,
     "ffn": 1 << 22,
-    "max_k": 1 << 16,
-    "background": 1 << 16,
+    # No tensor of a relational network shows these, and k neighbors have k² relations.
+    "max_k": 1 << 12,
+    "background": 1 << 12,
 }
 CHOICES = {
     "norm": ("post", "pre"),

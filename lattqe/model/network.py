@@ -75,7 +75,9 @@ class LAttQE(nn.Module):
         if valid is None:
             valid = items.new_ones(items.shape[:2], dtype=torch.bool)
         if self.config.relational:
-            return self._relate(items, valid, dba, min(k or self.config.max_k, self.config.max_k, items.shape[1] - 1))
+            if k is not None and k > self.config.max_k:
+                raise LattqeError(f"{k} neighbors, but this network was made for {self.config.max_k}: use a smaller k")
+            return self._relate(items, valid, dba, min(k or self.config.max_k, items.shape[1] - 1))
         assert isinstance(self.head, Head)
         return self.head(self.stack(self.tokens(items, valid)), valid, dba)
 
@@ -158,7 +160,7 @@ class LAttQE(nn.Module):
         """A network from tensors by name and the configuration stored beside them."""
         settings = config.get("network")
         if not isinstance(settings, dict):
-            raise LattqeError(f"{source}: config.json has no settings of a network: it is no model of lattqe")
+            raise LattqeError(f"{source}: config.json has no settings of a network: it is not a lattqe model")
         try:
             described = LAttQEConfig.from_dict(settings)
             network = cls.hollow(described, layers=_count_encoders(tensors))

@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from lattqe.augmentation import adaptation_for
 from lattqe.errors import LattqeError
 from lattqe.evaluation.analysis import JudgedRanks
 from lattqe.evaluation.truth import GroundTruth, Setup
 from lattqe.expansion import create
 from lattqe.expansion.base import Method
-from lattqe.expansion.rows import Found, expand_queries
+from lattqe.expansion.rows import Found, candidates, expand_queries, without_own
 from lattqe.extraction.image import IMAGE_SUFFIXES, BadImage, Box, Framing, decode, read_image_file
 from lattqe.search.index import StoredIndex
 from lattqe.store import MissingFileError, Place, UnavailableError, open_place, read_manifest
@@ -238,7 +239,7 @@ def fill(
     results: int,
     on_done: Callable[[int], None] = lambda _: None,
 ) -> list[Card]:
-    """The cards with their first `results` results and pictures; `on_done(1)` hears of each."""
+    """The cards with their first `results` results and pictures; `on_done(1)` is called after each."""
     if results < 1:
         raise LattqeError(f"cannot show {results} results: give at least 1")
     boxes = gallery.ranks.gnd.boxes if gallery.ranks.gnd is not None else None
@@ -345,13 +346,15 @@ def neighbor_weights(
         return None, f"weights are left out: {error}"
     index, k = StoredIndex(ranks.searched), int(expand["k"])
     numbers = np.array(queries, dtype=np.int64)
-    found = _found(ranks, plain, numbers, min(method.depth(k), index.rows))
+    own = None if ranks.own_rows is None else ranks.own_rows[numbers]
+    found = _found(ranks, plain, numbers, min(method.depth(k), candidates(index, own)), own)
     if index.rows > LARGEST_SEARCH and (found is None or method.negatives):
         return None, (
             f"weights are left out: {index.rows:,} rows would be searched again; give --against ranks "
             f"without expansion, of {method.depth(k)} results or more"
         )
-    done = expand_queries(index, ranks.queries.gather(numbers).astype(np.float32), method, k, found=found)
+    xq, space = ranks.queries.gather(numbers).astype(np.float32), adaptation_for(ranks.searched[0], ranks.queries)
+    done = expand_queries(index, xq if space is None else space.apply(xq), method, k, found=found, exclude=own)
     # Beyond k stand rows that a method only compares with: they have a share in the sum, but were not weighed.
     rows, weights = done.rows[:, 1 : 1 + k], done.weights[:, 1 : 1 + k]
     return {
@@ -372,13 +375,18 @@ def _method(ranks: JudgedRanks, expand: Mapping[str, object]) -> Method:
     return create(str(expand["method"]), **params)
 
 
-def _found(ranks: JudgedRanks, plain: JudgedRanks | None, queries: np.ndarray, depth: int) -> Found | None:
-    """The neighbors of the queries as the plain ranks list them, where these are what was expanded from."""
-    if plain is None or plain.ranks.manifest.config.get("expand") or plain.ranks.k < depth:
+def _found(
+    ranks: JudgedRanks, plain: JudgedRanks | None, queries: np.ndarray, depth: int, own: np.ndarray | None
+) -> Found | None:
+    """The neighbors of the queries as the plain ranks list them, where these are what was expanded from.
+
+    own (nq,): the row of each query that is itself in the database, and listed there.
+    """
+    if plain is None or plain.ranks.manifest.config.get("expand") or plain.ranks.k < depth + (own is not None):
         return None
     if [each.digest for each in (*plain.searched, plain.queries)] != [
         each.digest for each in (*ranks.searched, ranks.queries)
     ]:
         return None
     I, D = plain.ranks.gather(queries)
-    return D, I
+    return (D, I) if own is None else without_own(D, I, own)

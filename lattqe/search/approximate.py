@@ -24,7 +24,8 @@ from lattqe.errors import LattqeError
 from lattqe.search.exact import published
 from lattqe.search.graph import faiss_threads
 from lattqe.search.index import best_rows
-from lattqe.search.products import Block, Products, lanes_on
+from lattqe.search.lanes import lanes_on
+from lattqe.search.products import Block, Products
 from lattqe.search.rows import Clock, Rows, check_rows, in_lanes, row_range, tiles
 from lattqe.search.topk import RunningTopK, capacity_for
 

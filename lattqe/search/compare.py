@@ -15,7 +15,8 @@ import numpy as np
 
 from lattqe.search.exact import merge
 from lattqe.search.index import search_block
-from lattqe.search.products import Block, Products, with_room
+from lattqe.search.lanes import with_room
+from lattqe.search.products import Block, Products
 from lattqe.search.rows import Clock, all_pairs, in_lanes, in_threads, run_pairs, tiles
 from lattqe.search.topk import DeviceTopK, RunningTopK, capacity_for, running_topk
 

@@ -289,6 +289,8 @@ def _encode_tf32(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _multiply_int8(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.shape[1] == 1:  # torch reads a matrix of one row in the wrong order where the processor has VNNI
+        return a.int() * b.int().T
     return torch._int_mm(a.contiguous(), b.contiguous().T)
 
 

@@ -26,14 +26,14 @@ from lattqe.errors import LattqeError
 from lattqe.search.compare import Lists, compare_between, compare_within, rows_per_block
 from lattqe.search.exact import best_of, exact_scores, float32_error, just_below, merge, published
 from lattqe.search.index import best_rows, pair_scores, search_block
-from lattqe.search.products import Block, Products, TorchProducts, kinds_for, lanes_on
+from lattqe.search.lanes import CLEARLY, kinds_for, lanes_on
+from lattqe.search.products import Block, Products, TorchProducts
 from lattqe.search.rows import Clock, Rows, all_pairs, check_k, check_rows, row_range, tiles
 
 SAMPLE_FLOPS = 4e9  # for each thread, of the graph of the sample that is measured: about a twentieth of a second
 SAMPLE_ROWS = 1024, 8192
 MEASURED_FLOPS = 5e10  # of a whole graph, a second or so: below, measuring takes longer than the best kind saves
 TRIAL_ROWS, HOPELESS = 256, 3.0  # a kind that is this many times slower on a small trial is not measured further
-CLEARLY = 1.1  # times faster than the first kind: less is what two runs of one kind differ by
 SPARE = 32  # candidates beyond k: enough that few rows of ordinary data go without a certificate
 GPU_CANDIDATES = 2048  # the most that faiss selects on a GPU
 CANDIDATE_ROWS = 4096  # rows whose candidates are scored at once
@@ -57,7 +57,7 @@ def knn_graph(
     Ordered by float64 dot product, then row; a row is never its own neighbor, its duplicates may be. Fewer than k
     other rows: -1 and 0. Memory: 12 k bytes for each row, plus at most two blocks (float16 rows are widened block by
     block) and their candidates: less than 1 GiB; on a GPU a third block, which is sent meanwhile. The result depends
-    neither on `block_rows` nor on the `kind` of products (`lattqe.search.products.kinds_for(device)`).
+    neither on `block_rows` nor on the `kind` of products (`lattqe.search.lanes.kinds_for(device)`).
     """
     xb = check_rows(xb)
     k = check_k(k)
@@ -289,7 +289,7 @@ def update_graph(
     clock = clock or Clock()
     new_I, new_D = np.empty((n, k), dtype=np.int32), np.empty((n, k), dtype=np.float32)
     new_I[:m], new_D[:m] = I, D
-    with lanes_on(device) as lanes:
+    with lanes_on(device, dim=xb.shape[1], products=float(n) * (n - m + stale.sum())) as lanes:
         for start, stop in tiles(n - m, rows_per_block(xb.shape[1], k)):
             rows = Block.load(xb[m + start : m + stop], lanes[0], k, widen=True)
             lists = compare_within(rows, Lists.empty(stop - start, k), m + start, lanes, clock)

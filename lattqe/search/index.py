@@ -11,7 +11,8 @@ import torch
 from lattqe.device import room_on
 from lattqe.errors import LattqeError
 from lattqe.search.exact import exact_scores, merge, norms, published
-from lattqe.search.products import Block, Products, TorchProducts, lanes_on, with_room
+from lattqe.search.lanes import lanes_on, with_room
+from lattqe.search.products import Block, Products, TorchProducts
 from lattqe.search.rows import Rows, check_k, check_queries, check_rows, in_lanes, in_one, row_range, tiles
 from lattqe.search.topk import capacity_for, running_topk
 
@@ -44,7 +45,7 @@ def topk(
     """
     # The lowest scores are the highest of the opposite query: negation is exact.
     sign = 1 if largest else -1
-    with lanes_on(device) as lanes:
+    with lanes_on(device, dim=xb.shape[1], products=float(len(xq)) * len(xb)) as lanes:
         database = Block.load(xb, lanes[0])
         scores, ids = best_rows(sign * np.asarray(xq), database, k, lanes, exclude=exclude, first_row=first_row)
     return published(sign * scores, ids)
@@ -167,7 +168,7 @@ class FlatIndex:
 
     def search_exact(self, xq: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The lists that shards merge: (nq, k) float64 with -inf where missing, (nq, k) int32."""
-        with lanes_on(self._device) as lanes:
+        with lanes_on(self._device, dim=self.dim, products=float(len(xq)) * self.rows) as lanes:
             return best_rows(xq, self._block, k, lanes, first_row=self.first_row)
 
     def score(self, xq: np.ndarray, rows: np.ndarray) -> np.ndarray:

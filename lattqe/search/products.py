@@ -8,38 +8,23 @@ threshold is an order of magnitude cheaper than a top-k.
 One lane for each thread: its own product buffers, BLAS on one thread, so that selection runs in parallel too.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from threadpoolctl import ThreadpoolController
 
-from lattqe.device import Sender, bringing, matmul_precision, torch_threads
+from lattqe.device import Sender, bringing, matmul_precision
 from lattqe.errors import LattqeError
-from lattqe.search.exact import (
-    FORMATS,
-    Codes,
-    coarse_error,
-    encode,
-    float32_error,
-    int8_is_exact,
-    multiply_codes,
-    norms,
-)
+from lattqe.search.exact import FORMATS, Codes, coarse_error, encode, float32_error, multiply_codes, norms
 from lattqe.search.rows import Rows, as_tensor, check_rows, pieces_of, row_range, surplus_rows, together
 
 SYMMETRIC_DIM = 256  # below, numpy loses more by mirroring A @ A.T than it gains by computing half of it
 TILE_ENTRIES = 4 << 20  # of one product: with its masks it stays near the last-level cache
-LEAST_TILE = 64
 STRIP_ENTRIES = 1 << 17  # of a tile, compared at once with two thresholds: they stay in a core's own cache
 CPU = torch.device("cpu")
 
 Passing = tuple[Any, Any, Any]
-Result = TypeVar("Result")
 
 
 class Products(Protocol):
@@ -349,52 +334,3 @@ class Block:
         if k not in self.found:
             self.found[k] = surplus_rows(self.stored, k)
         return replace(self, surplus=self.found[k])
-
-
-CPU_KINDS: dict[str, type[NumpyProducts]] = {each.kind: each for each in (NumpyProducts, MklProducts, Int8Products)}
-GPU_KINDS = ("float32", "float16", "tf32")
-
-
-def kinds_for(device: torch.device | None = None) -> tuple[str, ...]:
-    """The kinds of products that a device has; the first is what is used unless another is requested."""
-    if device is not None and device.type != "cpu":
-        return GPU_KINDS
-    return tuple(kind for kind in CPU_KINDS if kind != Int8Products.kind or int8_is_exact())
-
-
-@contextmanager
-def lanes_on(device: torch.device | None = None, kind: str | None = None) -> Iterator[list[Products]]:
-    """Lanes for a device: on the CPU as many as torch has threads, each with single-threaded BLAS; one for a GPU."""
-    kind = kind or kinds_for(device)[0]
-    if kind not in kinds_for(device):
-        raise LattqeError(
-            f"products of kind {kind!r} are not made for {device or 'cpu'}: use one of {', '.join(kinds_for(device))}"
-        )
-    if device is not None and device.type != "cpu":
-        yield [TorchProducts(device) if kind == "float32" else CoarseTorchProducts(device, kind)]
-        return
-    threads = torch.get_num_threads()
-    with _libraries().limit(limits=1, user_api="blas"), torch_threads(1 if kind != NumpyProducts.kind else threads):
-        yield [CPU_KINDS[kind](threads=threads) for _ in range(threads)]
-
-
-def with_room(compute: Callable[[], Result], lanes: Sequence[Products]) -> Result:
-    """compute(), again with tiles half as large for as long as the device has no memory for them."""
-    while True:
-        try:
-            return compute()
-        except torch.OutOfMemoryError as error:
-            if lanes[0].tile <= LEAST_TILE:
-                raise LattqeError(
-                    f"the device has no memory left, even for tiles of {lanes[0].tile} rows: use more "
-                    "workers or smaller blocks (--block-rows)"
-                ) from error
-            for lane in lanes:
-                lane.tile, lane.entries = max(lane.tile // 2, LEAST_TILE), lane.entries // 4
-                lane.release()
-
-
-@cache
-def _libraries() -> ThreadpoolController:
-    """The loaded BLAS libraries: looking for them takes longer than a small search, so once."""
-    return ThreadpoolController()

@@ -19,7 +19,8 @@ from lattqe.device import peak_bytes, pick_device
 from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.search.approximate import SEED, Approximation, Membership, Recall, approximate, lists_of
 from lattqe.search.graph import faiss_graph, fastest_kind, knn_graph, sample_size
-from lattqe.search.products import Block, lanes_on
+from lattqe.search.lanes import lanes_on
+from lattqe.search.products import Block
 from lattqe.search.rows import Clock, Rows, in_one
 from lattqe.store import FeatureSet, NeighborGraph, Pending, neighbors_table, part_row_counts, row_bytes
 from lattqe.store.manifest import WORK, canonical_json, parse_json, seal_bytes, unseal_bytes
@@ -119,7 +120,7 @@ class GraphTask:
     cache: str | None = None  # node-local folder that keeps remote rows
     threads: int = 1
     engine: str = "lattqe"  # or "faiss": the second engine, for the same result
-    kind: str | None = None  # of products (`lattqe.search.products.kinds_for`); the result does not depend on it
+    kind: str | None = None  # of products (`lattqe.search.lanes.kinds_for`); the result does not depend on it
     recall: float | None = None  # of an approximate graph; None: exact
 
     def __post_init__(self) -> None:

@@ -137,7 +137,7 @@ def _publish(to: str, plan: dict[str, Any], beside: Mapping[str, Writer], write:
     place, name = _split(to)
     record = f"{name}.export.json"
     names = [name, *(f"{name}{end}" for end in beside)]
-    claimed = _claim(place, name, record, plan)
+    claimed = _claim(place, names, record, plan)
     if claimed is None:
         return Exported(names, reused=True)
     written: list[str] = []
@@ -154,10 +154,11 @@ def _publish(to: str, plan: dict[str, Any], beside: Mapping[str, Writer], write:
     return Exported(names, reused=False)
 
 
-def _claim(place: Place, name: str, record: str, plan: dict[str, Any]) -> bool | None:
-    """True where this process claims the name, False where it continues an equal export, None where all is there."""
-    if place.exists(name) and not place.exists(record):
-        raise AlreadyExistsError(f"{place.uri}/{name} exists already: choose another name or delete it")
+def _claim(place: Place, names: list[str], record: str, plan: dict[str, Any]) -> bool | None:
+    """True where this process claims the names, False where it continues an equal export, None where all is there."""
+    taken = [each for each in names if place.exists(each)]
+    if taken and not place.exists(record):
+        raise AlreadyExistsError(f"{place.uri}/{taken[0]} exists already: choose another name or delete it")
     try:
         place.create(record, seal_json({"plan": plan, "files": None}))
         return True
@@ -166,7 +167,7 @@ def _claim(place: Place, name: str, record: str, plan: dict[str, Any]) -> bool |
     found = differences(plan, there.get("plan"))
     if found:
         raise AlreadyExistsError(
-            f"{place.uri}/{name} is another export ({found[0]}): choose another name, or delete it and {record}"
+            f"{place.uri}/{names[0]} is another export ({found[0]}): choose another name, or delete it and {record}"
         )
     files = there.get("files") or {}
     return None if files and all(_size(place, each) == size for each, size in files.items()) else False

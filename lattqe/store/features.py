@@ -1,8 +1,8 @@
 """A feature set: ids, L2-normalised vectors, optional labels and other columns, cut into Arrow parts by rows."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -147,15 +147,20 @@ class FeatureSet(StoredRows):
             out[row - start : row - start + len(block)] = block
         return np.empty((0, self.dim), self.dtype) if out is None else out
 
-    def pieces(self, start: int = 0, stop: int | None = None) -> list[np.ndarray]:
+    def pieces(
+        self, start: int = 0, stop: int | None = None, on_ids: Callable[[pa.Array], None] | None = None
+    ) -> list[np.ndarray]:
         """Vectors of rows start..stop as read-only views (n_i, D), one for each part that has some of them.
 
         They are for searching, whose bounds rest on unit vectors: CorruptDataError where one is of another length.
+        on_ids: called with the ids (n_i,) of each, a copy.
         """
         found = []
         for row, batch in self.parts.slices(*self.parts.span(start, stop)):
             found.append(column_matrix(batch.column("vector")))
             self._check_unit(found[-1], row)
+            if on_ids is not None:
+                on_ids(_copied(batch.column("id")))
         return found or [np.empty((0, self.dim), self.dtype)]
 
     def _check_unit(self, vectors: np.ndarray, first: int) -> None:
@@ -212,30 +217,22 @@ class FeatureSet(StoredRows):
                 found[place] = name
         return found
 
-    def find_ids(self, ids: Sequence[str] | pa.Array | pa.ChunkedArray) -> np.ndarray:
+    def find_ids(self, ids: Sequence[str] | pa.Array | pa.ChunkedArray, keep: bool = False) -> np.ndarray:
         """Rows (n,) int64 of ids, -1 where there is none. All ids of the set are gone through, part by part, in Arrow:
-        as Python objects those of a hundred million rows would need ten gigabytes.
+        as Python objects those of a hundred million rows would need ten gigabytes. keep: the rows are read next.
         """
-        asked = string_column(ids)
-        wanted = asked.unique()
-        rows = np.full(len(wanted) + 1, -1, np.int64)
-        for start, stored in self.id_runs(len(wanted)):
-            found = pc.fill_null(pc.index_in(stored, wanted), len(wanted)).to_numpy()
-            there = np.flatnonzero(found < len(wanted))
-            rows[found[there]] = start + there
-        return rows[pc.fill_null(pc.index_in(asked, wanted), len(wanted)).to_numpy()]
+        return rows_of_ids(ids, lambda least: self.id_runs(least, keep))
 
-    def id_runs(self, least: int) -> Iterator[tuple[int, pa.ChunkedArray]]:
+    def id_runs(self, least: int, keep: bool = False) -> Iterator[tuple[int, pa.ChunkedArray]]:
         """(first row, ids) over all rows, at least so many at a time; none where that is 0.
 
         Each look-up makes a table of what it looks for: there shall not be one for every part.
         """
         held: list[pa.Array] = []
         first = count = 0
-        for _, batch in self.parts.slices(0, self.rows if least else 0, keep=False):
-            ids = batch.column("id")
-            held.append(pa.concat_arrays([ids, ids.slice(0, 0)]))  # a copy: a view would hold the vectors, too
-            count += len(ids)
+        for _, batch in self.parts.slices(0, self.rows if least else 0, keep):
+            held.append(_copied(batch.column("id")))
+            count += batch.num_rows
             if count >= least:
                 yield first, pa.chunked_array(held)
                 first, count, held = first + count, 0, []
@@ -265,7 +262,41 @@ class FeatureSet(StoredRows):
         verify_features(self)
 
 
-def comparable_labels(*sets: FeatureSet) -> list[np.ndarray]:
+def rows_of_ids(
+    ids: Sequence[str] | pa.Array | pa.ChunkedArray, runs: Callable[[int], Iterable[tuple[int, pa.ChunkedArray]]]
+) -> np.ndarray:
+    """Rows (n,) int64 of ids, -1 where there is none, among runs(least) of stored ids, each with its first row."""
+    asked = string_column(ids)
+    wanted = asked.unique()
+    rows = np.full(len(wanted) + 1, -1, np.int64)
+    for start, stored in runs(len(wanted)):
+        found = pc.fill_null(pc.index_in(stored, wanted), len(wanted)).to_numpy()
+        there = np.flatnonzero(found < len(wanted))
+        rows[found[there]] = start + there
+    return rows[pc.fill_null(pc.index_in(asked, wanted), len(wanted)).to_numpy()]
+
+
+def _copied(ids: pa.Array) -> pa.Array:
+    """Ids (n,) of a part without its other columns: a view would hold the vectors, too."""
+    return pa.concat_arrays([ids, ids.slice(0, 0)])
+
+
+class Labelled(Protocol):
+    """What has labels, and perhaps names for them: every `FeatureSet` that has labels."""
+
+    @property
+    def uri(self) -> str:
+        """Where it is, for messages."""
+
+    @property
+    def label_names(self) -> list[str] | None:
+        """What the numbers mean; None where they are plain numbers."""
+
+    def labels(self) -> np.ndarray:
+        """The labels (n,) of all rows."""
+
+
+def comparable_labels(*sets: Labelled) -> list[np.ndarray]:
     """Labels (n,) int32 of each set such that equal numbers mean the same in all: named labels are matched by name.
 
     Sets number their own texts from 0, so the stored numbers of two sets say nothing. The first set keeps its numbers;
@@ -281,24 +312,24 @@ def comparable_labels(*sets: FeatureSet) -> list[np.ndarray]:
     return [renumbered(stored, one, numbers) for stored, one in zip(labels, sets)]
 
 
-def check_same_naming(one: FeatureSet, other: FeatureSet) -> None:
+def check_same_naming(one: Labelled, other: Labelled) -> None:
     """Refuse labels of which one set has names and the other plain numbers."""
     if (one.label_names is None) != (other.label_names is None):
         named, plain = (one, other) if other.label_names is None else (other, one)
         raise LattqeError(
             f"the labels of {named.uri} are text and those of {plain.uri} are numbers: they cannot be "
-            "compared; import both with text labels or both with numbers"
+            "compared; give both text labels or both numbers"
         )
 
 
-def joined_names(*sets: FeatureSet) -> list[str] | None:
+def joined_names(*sets: Labelled) -> list[str] | None:
     """The label names of all sets together, those of the first set in their place; None where labels are numbers."""
     if sets[0].label_names is None:
         return None
     return list(dict.fromkeys(name for one in sets for name in one.label_names or ()))
 
 
-def renumbered(labels: np.ndarray, features: FeatureSet, numbers: Mapping[str, int]) -> np.ndarray:
+def renumbered(labels: np.ndarray, features: Labelled, numbers: Mapping[str, int]) -> np.ndarray:
     """Labels (n,) of a set with names, by the numbers that the names have elsewhere; below 0 stays (no label)."""
     names = features.label_names or []
     if len(labels) and int(labels.max()) >= len(names):
@@ -314,6 +345,8 @@ def _label_names(manifest: Manifest, uri: str) -> list[str] | None:
         not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) != len(names)
     ):
         raise CorruptDataError(f"{uri}: the label names in its manifest are not a list of distinct strings")
+    if any(set("\r\n") & set(name) for name in names or ()):  # they are exported as lines, as ids are
+        raise CorruptDataError(f"{uri}: a label name in its manifest holds a line break")
     return names
 
 

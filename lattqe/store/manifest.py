@@ -214,7 +214,7 @@ def _check_keys(body: dict[str, Any], where: str) -> None:
         raise CorruptDataError(f"{where} has missing or unknown keys: {sorted(set(body) ^ expected)}")
     for key, kind in KEYS.items():
         if not isinstance(body[key], kind) or isinstance(body[key], bool):
-            raise CorruptDataError(f"{where}: {key!r} is not a {kind.__name__}")
+            raise CorruptDataError(f"{where}: {key!r} is not a valid {kind.__name__}")
 
 
 def _check_content(manifest: Manifest, digest: str, where: str) -> None:
@@ -251,7 +251,7 @@ def _parse_part(entry: Any, where: str) -> Part:
         raise CorruptDataError(f"{where}: a part needs exactly name, rows, bytes and checksum")
     for key, kind in expected.items():
         if not isinstance(entry[key], kind) or isinstance(entry[key], bool):
-            raise CorruptDataError(f"{where}: a part's {key!r} is not a {kind.__name__}")
+            raise CorruptDataError(f"{where}: a part's {key!r} is not a valid {kind.__name__}")
     if entry["rows"] < 0 or entry["bytes"] < 0:
         raise CorruptDataError(f"{where}: part {entry['name']!r} has negative rows or bytes")
     check_name(entry["name"])

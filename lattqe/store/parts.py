@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from lattqe.errors import CorruptDataError, LattqeError
+from lattqe.store.ipc import unpacked_bytes
 from lattqe.store.local import LocalPlace, explained
 from lattqe.store.manifest import (
     APPROXIMATE,
@@ -163,6 +164,8 @@ def _compact(column: pa.ChunkedArray) -> pa.Array:
 def decode_part(data: pa.Buffer, columns: list[dict[str, str]], rows: int, where: str) -> pa.RecordBatch:
     """View the bytes of a part, which must hold what its manifest says."""
     try:
+        if unpacked_bytes(data) is not None:
+            raise CorruptDataError(f"{where} is compressed, which no part is: it was replaced; make it again")
         reader = pa.ipc.open_file(pa.BufferReader(data))
         batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
         if batch is not None:

@@ -71,6 +71,8 @@ class FeatureWriter:
         self._fields: dict[str, Any] = {"dim": dim, "dtype": self.dtype, "columns": schema_columns(self._schema)}
         if label_names is not None:  # text labels: label i is label_names[i]
             self._fields["label_names"] = list(label_names)
+            if broken := [name for name in label_names if set("\r\n") & set(name)]:
+                raise LattqeError(f"the label {broken[0][:80]!r} has several lines: give each label one line")
         self._plan = make_plan("features", self._fields, config, inputs, None)
         self._held: list[pa.Table] = []
         self._held_bytes = 0

@@ -76,7 +76,7 @@ class Checkpoints:
         except (CorruptDataError, TypeError) as error:
             raise CorruptDataError(f"{where} is damaged ({error}): delete {self.place.uri} and train again") from error
         if not _possible(state):
-            raise CorruptDataError(f"{where} is no state of a training: delete {self.place.uri} and train again")
+            raise CorruptDataError(f"{where} is not a valid training state: delete {self.place.uri} and train again")
         return state
 
     def tensors(self, state: State, role: str) -> Tensors:

@@ -151,6 +151,16 @@ class TrainingConfig:
             if getattr(self, name) % self.accumulate:
                 raise LattqeError(f"{name} is {getattr(self, name)}: use a multiple of accumulate ({self.accumulate})")
 
+    @property
+    def graph_k(self) -> int | None:
+        """Neighbors of each training row that the sampler needs beforehand; None where it finds its own."""
+        return max(self.k_max, self.network.background) if self.sampler == "tuples" else None
+
+    def choices(self, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Those of choose_qe and of choose_dba that a database of so many rows has neighbors for."""
+        qe, dba = (tuple(k for k in ks if k < rows) for ks in (self.choose_qe, self.choose_dba))
+        return qe, dba
+
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         return {
@@ -245,5 +255,5 @@ def _parse(text: str, kind: Any, setting: str) -> Any:
         return kind(text)
     except (KeyError, ValueError) as error:
         raise LattqeError(
-            f"--set {setting!r}: {text!r} is not a {getattr(kind, '__name__', 'list of numbers')}"
+            f"--set {setting!r}: {text!r} is not a valid {getattr(kind, '__name__', 'list of numbers')}"
         ) from error

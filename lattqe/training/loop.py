@@ -44,7 +44,7 @@ class Progress:
     note: str
 
 
-# Hears of each update; where it answers True, the training saves where it stands and stops.
+# Called after each update; where it returns True, the training saves its state and stops.
 Report = Callable[[Progress], bool | None]
 
 
@@ -76,15 +76,16 @@ class Training:
         self.place = open_place(plan.destination)
         self.checkpoints = Checkpoints(self.place)
         self.state = self.checkpoints.load()
-        self.training = load(plan.features, plan.graphs, plan.graph_k, self.config.shared_labels, plan.cache, team)
-        self.sampler = make_sampler(self.training, self.config)
+        config = self.config
+        self.training = load(plan.features, plan.graphs, config.graph_k, config.shared_labels, plan.cache, team)
+        self.sampler = make_sampler(self.training, config)
         self.sets = [validation.load_set(*pair, cache=plan.cache, device=team.gpu) for pair in plan.validation]
         self.rows = min(len(one.xb) for one in self.sets)  # of the smallest, before any is cut
         self.to_augment = self.sets  # what takes long: where there are several spaces, the first will do
-        if self.config.validate_densities:
+        if config.validate_densities:
             spaces = self._spaces()
             self.to_augment, self.sets = spaces[0], [one for space in spaces for one in space]
-        self.total = self.config.steps + self.config.temperature_steps
+        self.total = config.steps + config.temperature_steps
         self.started = time.monotonic() - self.state.seconds
 
     def _spaces(self) -> list[list[validation.ValidationSet]]:
@@ -208,13 +209,7 @@ class Training:
 
     def _choose(self, network: LAttQE) -> dict[str, Any]:
         """Find nQE alone, and nDBA, hops and nQE together, that are best on the mean of the validation sets."""
-        smallest = self.rows - 1
-        qe, dba = (tuple(k for k in ks if k <= smallest) for ks in (self.config.choose_qe, self.config.choose_dba))
-        if not qe or not dba:
-            raise LattqeError(
-                f"the smallest validation database has {smallest + 1} rows: set choose_qe and choose_dba "
-                "to smaller numbers of neighbors"
-            )
+        qe, dba = self.config.choices(self.rows)
         self._tell(self.total, f"choosing nQE among {len(qe)}")
         alone = validation.validate(network, self.sets, qe, self.team)
         hops = self.config.choose_hops

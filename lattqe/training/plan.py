@@ -5,7 +5,6 @@ The data are labelled feature sets joined row after row, each its own world for 
 
 import dataclasses
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from lattqe.model import LAttQE
 from lattqe.model.network import VERSION
 from lattqe.store import FeatureSet, Manifest, NeighborGraph, open_place
 from lattqe.store.artifacts import check_input_kind, model_address
-from lattqe.store.features import comparable_labels
+from lattqe.store.features import check_same_naming, comparable_labels
 from lattqe.store.pending import claim, make_plan
 from lattqe.store.place import node_folder
 from lattqe.training.checkpoint import Team
@@ -81,13 +80,6 @@ def join(
     A label below 0 means 'belongs to nothing': such a row is a class by itself, a neighbor and a negative for others.
     """
     bounds = np.concatenate(([0], np.cumsum([len(block) for block in vectors]))).astype(np.int64)
-    keys = [
-        label.astype(np.int64) if shared_labels else label.astype(np.int64) + (number << 32)
-        for number, label in enumerate(labels)
-    ]
-    joined_labels = np.concatenate([np.where(label < 0, -1, key) for label, key in zip(labels, keys)])
-    joined_labels = np.where(joined_labels < 0, -1 - np.arange(len(joined_labels)), joined_labels)
-    compact = np.unique(joined_labels, return_inverse=True)[1].astype(np.int64)
     graph = None
     if neighbors is not None:
         width = min(block.shape[1] for block in neighbors)
@@ -102,10 +94,28 @@ def join(
     if pairs is not None and any(map(len, pairs)):
         joined_pairs = np.concatenate([own + start for own, start in zip(pairs, bounds)])
         joined_pairs = joined_pairs[np.argsort(joined_pairs[:, 0], kind="stable")]
-    data = TrainingData(joined, compact, bounds, graph, joined_pairs)
-    if (data.class_sizes < 2).all():
-        raise LattqeError(f"all {len(data.class_sizes)} classes have one image only: training needs positives")
-    return data
+    return TrainingData(joined, class_numbers(labels, shared_labels), bounds, graph, joined_pairs)
+
+
+def class_numbers(labels: list[NDArray[np.integer]], shared_labels: bool) -> NDArray[np.int64]:
+    """The labels (n_s,) of all sets as (n,), 0..classes-1, distinct among sets unless shared; a row whose label is
+    below 0 is a class by itself. Classes none of which has two images are refused.
+    """
+    keys = [
+        label.astype(np.int64) if shared_labels else label.astype(np.int64) + (number << 32)
+        for number, label in enumerate(labels)
+    ]
+    joined = np.concatenate([np.where(label < 0, -1, key) for label, key in zip(labels, keys)])
+    joined = np.where(joined < 0, -1 - np.arange(len(joined)), joined)
+    classes, compact = np.unique(joined, return_inverse=True)
+    if len(classes) == len(joined):
+        raise LattqeError(f"all {len(classes)} classes have one image only: training needs positives")
+    return compact.astype(np.int64)
+
+
+def _labels(sets: list[FeatureSet], shared_labels: bool) -> list[NDArray[np.integer]]:
+    """The labels (n_s,) of each set, of which equal ones mean the same in all sets where they are shared."""
+    return list(comparable_labels(*sets)) if shared_labels else [one.labels() for one in sets]
 
 
 def load(
@@ -126,8 +136,13 @@ def load(
         if k is None
         else [_neighbors(one, graphs[number] if graphs else None, k, team or Team()) for number, one in enumerate(sets)]
     )
-    labels = comparable_labels(*sets) if shared_labels else [one.labels() for one in sets]
-    return join([one.read() for one in sets], labels, neighbors, shared_labels, [published_pairs(one) for one in sets])
+    return join(
+        [one.read() for one in sets],
+        _labels(sets, shared_labels),
+        neighbors,
+        shared_labels,
+        [published_pairs(one) for one in sets],
+    )
 
 
 def published_pairs(features: FeatureSet) -> NDArray[np.int64]:
@@ -159,30 +174,33 @@ def _neighbors(features: FeatureSet, graph: str | None, k: int, team: Team) -> N
     if graph is None:
         from lattqe.search import knn_graph
 
-        if features.rows > LARGEST_GRAPH:
-            raise LattqeError(
-                f"{features.uri} has {features.rows} rows: make its graph once with "
-                f"`lattqe neighbors {features.uri} -k {k} --to GRAPH` and give --neighbors GRAPH"
-            )
         k = min(k, features.rows - 1)
         (rows,) = team.from_leader(
             lambda: (knn_graph(features.read(), k, device=team.gpu)[0],), (np.zeros((features.rows, k), np.int32),)
         )
         return rows
-    stored = NeighborGraph.open(graph)
+    return open_graph(graph, features, k).read(0, features.rows)[0][:, :k]
+
+
+def open_graph(uri: str, features: FeatureSet, k: int | None) -> NeighborGraph:
+    """Open the graph of a training set; refuse that of other features, or one with fewer than k neighbors, where the
+    sampler needs any.
+    """
+    stored = NeighborGraph.open(uri)
+    wanted = f"`lattqe neighbors {features.uri}{'' if k is None else f' -k {k}'} --to GRAPH`"
     if stored.rows != features.rows:
         raise LattqeError(
-            f"{graph} has {stored.rows} rows and {features.uri} has {features.rows}: give the graph of these features"
+            f"{uri} has {stored.rows} rows and {features.uri} has {features.rows}: give the graph of these features"
         )
-    made_from = stored.manifest.inputs.get("features", {}).get("digest", features.digest)
-    if made_from != features.digest:
+    if stored.manifest.inputs.get("features", {}).get("digest", features.digest) != features.digest:
         raise LattqeError(
-            f"{graph} was made from other features than {Path(features.uri).name} holds now: "
-            f"make it again with `lattqe neighbors {features.uri} -k {k} --to GRAPH`"
+            f"{uri} was made from other features than {features.uri} holds now: make it again with {wanted}"
         )
-    if stored.k < k:
-        raise LattqeError(f"{graph} has {stored.k} neighbors for each row, training wants {k}: make it with -k {k}")
-    return stored.read(0, stored.rows)[0][:, :k]
+    if k is not None and stored.k < k:
+        raise LattqeError(
+            f"{uri} has {stored.k} neighbors for each row of {features.uri}, training needs {k}: make it with {wanted}"
+        )
+    return stored
 
 
 @dataclass(frozen=True)
@@ -200,11 +218,6 @@ class Plan:
     graphs: list[str] = field(default_factory=list)
     cache: str | None = None
     inputs: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    @property
-    def graph_k(self) -> int | None:
-        """Neighbors of each training row that the sampler needs beforehand."""
-        return max(self.config.k_max, self.config.network.background) if self.config.sampler == "tuples" else None
 
     @property
     def training(self) -> dict[str, Any]:
@@ -240,7 +253,10 @@ def make(
     graphs: list[str] | None = None,
     cache: str | None = None,
 ) -> Plan:
-    """Open all inputs, refuse what does not fit together, and write down what was found."""
+    """Open all inputs, refuse what does not fit together, and write down what was found.
+
+    Whatever is wrong with the inputs is said here, before Ray starts and long before a worker would meet it.
+    """
     graphs = graphs or []
     if graphs and len(graphs) != len(features):
         raise LattqeError(f"{len(graphs)} neighbor graphs for {len(features)} feature sets: give one for each")
@@ -249,14 +265,17 @@ def make(
     check_sets([*sets, *(one for pair in held_out for one in pair)])
     if sets[0].dim != config.network.dim:
         raise LattqeError(f"the features have {sets[0].dim} columns and the network {config.network.dim}")
+    class_numbers(_labels(sets, config.shared_labels), config.shared_labels)
     for pair in held_out:
         for one in pair:
             for trained in sets:
                 check_apart(trained, one, config.shared_labels)
+        check_held_out(pair[0], pair[-1], config)
+    stored = _graphs(sets, graphs, config.graph_k)
     inputs = {f"features-{number}": one.as_input() for number, one in enumerate(sets)}
     if config.start:
         config, inputs["start"] = _with_start(config)
-    inputs |= {f"neighbors-{number}": NeighborGraph.open(uri).as_input() for number, uri in enumerate(graphs)}
+    inputs |= {f"neighbors-{number}": one.as_input() for number, one in enumerate(stored)}
     for number, pair in enumerate(held_out):
         inputs |= {f"validation-{number}-{role}": one.as_input() for role, one in zip(("database", "queries"), pair)}
     return Plan(
@@ -264,10 +283,34 @@ def make(
         config,
         [one.uri for one in sets],
         [(pair[0].uri, pair[1].uri if len(pair) > 1 else None) for pair in held_out],
-        [open_place(uri).uri for uri in graphs],
+        [one.uri for one in stored],
         node_folder(cache),
         inputs,
     )
+
+
+def _graphs(sets: list[FeatureSet], graphs: list[str], k: int | None) -> list[NeighborGraph]:
+    """The graphs given, one for each set; without any, refuse a set that is too large for one made on the way."""
+    if graphs:
+        return [open_graph(uri, one, k) for uri, one in zip(graphs, sets)]
+    for one in sets:
+        if k is not None and one.rows > LARGEST_GRAPH:
+            raise LattqeError(
+                f"{one.uri} has {one.rows} rows: make its graph once with "
+                f"`lattqe neighbors {one.uri} -k {k} --to GRAPH` and give --neighbors GRAPH"
+            )
+    return []
+
+
+def check_held_out(database: FeatureSet, queries: FeatureSet, config: TrainingConfig) -> None:
+    """Refuse a validation database that is too small to choose on, and queries that do not belong to it."""
+    check_same_naming(database, queries)
+    for name, fitting in zip(("choose_qe", "choose_dba"), config.choices(database.rows)):
+        if not fitting:
+            raise LattqeError(
+                f"{database.uri} has {database.rows} rows, too few to choose on: give a larger --val, or numbers of "
+                f"neighbors below {database.rows} with --set {name}=..."
+            )
 
 
 def _with_start(config: TrainingConfig) -> tuple[TrainingConfig, dict[str, Any]]:

@@ -195,6 +195,20 @@ RELATIONAL: dict[str, list[str]] = {
 }
 
 
+# A gated network cannot do without relations and background; what it learns from can be taken away.
+GATED: dict[str, list[str]] = {
+    "full": [],
+    "no-attention": ["network.attention=false"],
+    "no-auxiliary": ["network.auxiliary=none", "auxiliary=0"],
+    "contrastive": RELATIONAL["contrastive"],
+    "listwise": RELATIONAL["listwise"],
+    "no-hops": ["hop_every=0"],
+    "no-altered-spaces": ["altered=0"],
+}
+
+
 def variants(config: TrainingConfig) -> dict[str, list[str]]:
     """The variants that make sense for a configuration: name -> changes, as `--set` takes them."""
+    if config.network.gated:
+        return GATED
     return RELATIONAL if config.network.relational else TABLE_2

@@ -16,8 +16,9 @@ from lattqe.evaluation.truth import keep_of_each
 from lattqe.expansion.attention import AttentionExpansion
 from lattqe.expansion.base import Expanded
 from lattqe.expansion.diffusion import hop
-from lattqe.expansion.rows import Found, augment_rows, expand_queries, nearest
+from lattqe.expansion.rows import Found, augment_rows, candidates, expand_queries, nearest
 from lattqe.model import LAttQE
+from lattqe.own_rows import own_rows
 from lattqe.search import FlatIndex, knn_graph
 from lattqe.search.index import SmallIndex
 from lattqe.store import FeatureSet
@@ -33,7 +34,8 @@ SMALL_ROWS = 50_000
 class ValidationSet:
     """A database xb (nb, D) with labels (nb,), queries xq (nq, D) with labels (nq,).
 
-    query_rows (nq,): the row of each query that is itself in the database and must not find itself, or None.
+    query_rows (nq,): the row of each query that is itself in the database and must not find itself, -1 for the others;
+    None: none of them is.
     device: the GPU it is searched on, None for the CPU.
     """
 
@@ -48,9 +50,7 @@ class ValidationSet:
     @cached_property
     def truth(self) -> LabelTruth:
         """Relevant is what has the query's label."""
-        if self.query_rows is not None:
-            return LabelTruth(self.labels, query_rows=self.query_rows)
-        return LabelTruth(self.labels, query_labels=self.query_labels)
+        return LabelTruth(self.labels, self.query_labels, self.query_rows)
 
     @cached_property
     def index(self) -> FlatIndex:
@@ -59,7 +59,7 @@ class ValidationSet:
 
     def depth(self, index: FlatIndex, wanted: int) -> int:
         """How many rows of an index each query can find, its own row excepted, of as many as are wanted."""
-        return min(wanted, index.rows - (self.query_rows is not None))
+        return min(wanted, candidates(index, self.query_rows))
 
     def nearest(self, index: FlatIndex, depth: int) -> Found:
         """The nearest rows of each query, its own row excepted, as deep as there are any."""
@@ -86,7 +86,7 @@ def load_set(
 ) -> ValidationSet:
     """Read a labelled database and its queries; without queries its rows query each other, each leaving itself out.
 
-    Queries whose ids are in the database leave themselves out too.
+    Queries that are rows of the database (`own_rows`) leave themselves out too.
     """
     stored = FeatureSet.open(database, cache=cache)
     asked = stored if queries is None else FeatureSet.open(queries, cache=cache)
@@ -95,13 +95,6 @@ def load_set(
             raise LattqeError(f"{one.uri} has no labels: validation needs them")
     if asked.dim != stored.dim:
         raise LattqeError(f"{asked.uri} has {asked.dim} columns and {stored.uri} has {stored.dim}")
-    rows = stored.find_ids(asked.id_column())
-    inside = int((rows >= 0).sum())
-    if 0 < inside < len(rows):
-        raise LattqeError(
-            f"{inside} of the {len(rows)} queries of {asked.uri} are also in {stored.uri}: "
-            "give queries that are all in the database or all outside it"
-        )
     name = stored.uri.rstrip("/").rsplit("/", 1)[-1]
     labels, query_labels = comparable_labels(stored, asked)
     return ValidationSet(
@@ -110,7 +103,7 @@ def load_set(
         labels,
         asked.read().astype(np.float32),
         query_labels,
-        rows if inside else None,
+        own_rows(stored, asked),
         device,
     )
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import knn_graph
-from lattqe.search.products import kinds_for
+from lattqe.search.lanes import kinds_for
 
 WORDS = ["knn_graph", "--no-ray", "--rounds", "1", "--threads", "1"]
 

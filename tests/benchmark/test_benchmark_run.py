@@ -24,7 +24,7 @@ from lattqe.search import FlatIndex
 from lattqe.search.index import SmallIndex
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, open_place
-from lattqe.store.manifest import Manifest, canonical_json, checksum
+from lattqe.store.manifest import Manifest, canonical_json, checksum, seal_json
 from lattqe.store.writer import stack_features
 from lattqe.whitening import whiten_features
 
@@ -164,7 +164,11 @@ def test_an_adaptation_counts_for_the_row_that_uses_it(run: Run, tmp_path: Path)
         assert spent is not None
         assert set(spent) == {"adapt", "graph", "augment"}
         assert min(spent.values()) > 0
-        bench.indexes.costs.write(f"{key}.json", b'{"adapt": 3000, "augment": 500, "graph": 70000}')
+        made_up = {"adapt": 3000, "augment": 500, "graph": 70000}
+        for wrong in (b'{"graph": 1', b'{"graph": 1}', seal_json({"seconds": made_up, "key": "another"})):
+            bench.indexes.costs.write(f"{key}.json", wrong)
+            assert bench.indexes.seconds(key) is None
+        bench.indexes.costs.write(f"{key}.json", seal_json({"seconds": made_up, "key": key}))
     results = assemble(chosen, bench, FACTS)
     row = next(row for row in results["everything"] if row["label"] == "adapted")
     sizes = [bench.sizes(dataset.name)[0] for dataset in chosen.datasets_of("test")]
@@ -206,8 +210,18 @@ def test_queries_that_are_rows_never_find_themselves(tmp_path: Path) -> None:
     mixed = x.copy()
     mixed[3] = mixed[4]
     partly = Dataset("rows", database, store("mixed", np.array([0, 3]), mixed))
-    with pytest.raises(LattqeError, match=r"1 of the 2 queries of .* are also in"):
-        Inputs.open(partly)
+    assert Inputs.open(partly).exclude.tolist() == [0, -1]
+    bench = Bench(dataclasses.replace(run, datasets=(partly,), graph_methods=()), str(tmp_path / "partly"))
+    fill(bench)
+    found = [bench.lookup(row.cell(partly)).scores[0].ap for row in choose_rows(bench.run, bench.lookup)]
+    truth = LabelTruth(labels, query_labels=labels[[3]])
+    asked = mixed[[3]]
+    outside = [
+        evaluate(FlatIndex(x), each, truth)["label"].mean_ap
+        for each in (asked, lattqe.expand(asked, x, method="aqe", k=3))
+    ]
+    np.testing.assert_allclose([ap[0] for ap in found], np.array(expected)[0], atol=1e-6)
+    np.testing.assert_allclose([ap[1] for ap in found], outside, atol=1e-6)
 
 
 def _numbers(bench: Bench, cell: Cell) -> list[dict[str, object]]:
@@ -285,7 +299,7 @@ def test_finished_graphs_are_used_and_others_refused(run: Run, bench: Bench, tmp
             writer.append(x, [f"other{row}" for row in range(len(x))])
         return FeatureSet.open(str(tmp_path / name))
 
-    # The same rows, joined by somebody under other names; and one bit of one row is another.
+    # The same rows, joined by a user under other names; and one bit of one row is another.
     joined = np.concatenate([database.read(), more.read()])
     graphs = [publish_graph(database, k, f"{tmp_path}/alone").uri]
     graphs.append(publish_graph(write("joined", joined), k, f"{tmp_path}/both").uri)

@@ -69,7 +69,7 @@ def test_the_example_is_a_valid_run(tmp_path: Path, model: str) -> None:
         ({"dataset": [DATASET], "method": [AQE | {"choose": "validation", "nqe": [2, 4]}]}, "no .* role 'validation'"),
         (
             {"dataset": [DATASET], "method": [AQE], "distractors": [{"name": "d", "features": "x", "of": "b"}]},
-            "are of 'b'",
+            "belong to 'b'",
         ),
         ({"dataset": [DATASET], "method": [AQE], "graphs": "graph"}, "graphs must be a list of addresses, not 'graph'"),
         ({"dataset": [DATASET], "method": [AQE], "graphs": [1]}, "graphs must be a string, not 1"),

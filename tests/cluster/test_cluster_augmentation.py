@@ -9,7 +9,7 @@ import torch
 
 import lattqe
 from cluster import augmentation as on_ray
-from cluster.augmentation import Nodes, Reach, ShardReader, choose_reach, decide, open_shards
+from cluster.reach import Nodes, Reach, ShardReader, choose_reach, decide, open_shards
 from lattqe.augmentation import Augmentation, AugmentWorker, build_index, piece_name
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE, LAttQEConfig
@@ -149,7 +149,7 @@ def test_vectors_from_shards_give_the_same_bytes(source, tmp_path, model):
 
 
 def test_shards_are_opened_where_workers_cannot_hold_the_vectors(source, tmp_path, on_workers, monkeypatch):
-    """Whoever calls: a benchmark did not, and each of its blocks read all rows from S3 again."""
+    """For every caller: a benchmark did not, and each of its blocks read all rows from S3 again."""
     asked = []
     monkeypatch.setattr(on_ray, "choose_reach", lambda *_: Reach("shards", "for the test", 1))
     monkeypatch.setattr(on_ray, "ShardReader", lambda index: asked.append(index.rows) or ShardReader(index))

@@ -8,7 +8,7 @@ from lattqe.errors import LattqeError
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """A cluster that grows by one GPU each time somebody looks, up to a limit; what was asked for is kept."""
+    """A cluster that grows by one GPU each time it is looked at, up to a limit; what was asked for is kept."""
 
     class Cluster:
         gpus, limit, asked = 0, 8, []

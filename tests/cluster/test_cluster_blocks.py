@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 
-from cluster.blocks import BlockPolicy, check_parts, run_blocks
+from cluster.blocks import BlockPolicy, ask_actors, check_parts, run_blocks
 from cluster.monitor import Tally, Watch
 from cluster.session import require_resources
 from jobs.log_file import logging_to
@@ -175,6 +175,42 @@ def test_an_actor_that_dies_with_two_blocks_is_not_held_against_the_older_one(tm
 def test_bad_input_is_not_retried(tmp_path, where, message):
     with pytest.raises(LattqeError, match=message):
         square_all(tmp_path, bad_input=where)
+
+
+@ray.remote(num_cpus=0, max_restarts=-1)
+class Adder:
+    """Adds to what it is asked; dies once, with all that it has been asked until then."""
+
+    def __init__(self, number, folder):
+        self.number, self.folder = number, Path(folder)
+
+    def add(self, value):
+        dying = self.folder / "dying"
+        if value == 3 and self.number == 1 and dying.exists():
+            dying.unlink()
+            os._exit(1)
+        return self.number + value
+
+
+def test_all_answers_that_died_with_an_actor_are_asked_for_again(tmp_path):
+    (tmp_path / "dying").touch()
+    actors, recovered = [Adder.remote(number, tmp_path) for number in range(3)], []
+
+    def recover(actor, error):
+        recovered.append(actor)
+        while True:
+            try:
+                return ray.get(actors[actor].add.remote(0))
+            except ray.exceptions.RayActorError:
+                time.sleep(0.05)
+
+    requests = ({0: [value], 1: [value], 2: [2 * value]} for value in range(8))
+    found = list(ask_actors(actors, "add", requests, recover, window=4))
+    assert found == [{0: value, 1: value + 1, 2: 2 * value + 2} for value in range(8)]
+    assert recovered == [1], "one death, however many answers it took along"
+    assert list(ask_actors(actors, "add", [{2: [5]}, {}], recover)) == [{2: 7}, {}]
+    with pytest.raises(ZeroDivisionError):
+        list(ask_actors(actors, "add", [{0: ["not a number"]}], lambda actor, error: 1 / 0))
 
 
 def test_missing_resources_are_named():

@@ -14,7 +14,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 from cluster.graph import Progress, build_approximate, plan_graph, run_graph
-from cluster.graph_worker import GraphWorker, agree_on_cut, file_name, find_lists, read_lists, write_lists
+from cluster.graph_worker import CUT, GraphWorker, agree_on_cut, file_name, find_lists, read_lists, write_lists
 from cluster.session import ray_session
 from cluster.shards import ShardedIndex
 from jobs.neighbors import approximate_neighbors
@@ -271,6 +271,16 @@ def test_the_plan_refuses_what_cannot_fit(local_ray, features, tmp_path, monkeyp
     with pytest.raises(LattqeError, match="its disk has 0 MiB free"):
         plan_graph(task, 2)
     assert not open_place(task.to).list()
+
+
+def test_a_damaged_cut_is_one_line(tmp_path):
+    place, cut = open_place(str(tmp_path / "graph")), Cut((0, 10, 30), 1, "rows")
+    assert agree_on_cut(place, cut) == cut
+    assert agree_on_cut(place, Cut((0, 30), 1)) == cut, "that of the first run"
+    for wrong in (b"", b'{"bounds": [0, 20, 30], "own": 1}', place.read(CUT).replace(b"10", b"20")):
+        place.write(CUT, wrong)
+        with pytest.raises(LattqeError, match=r"cut.json .*; delete .*/graph, which is not finished, and begin again"):
+            agree_on_cut(place, cut)
 
 
 def test_lists_are_named_by_what_they_have_seen(tmp_path):

@@ -196,7 +196,7 @@ def place(head):
     return place
 
 
-def test_without_the_token_nobody_is_let_in(head):
+def test_requests_without_the_token_are_refused(head):
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(f"http://127.0.0.1:{head.dashboard_port}/api/jobs/")
     assert refused.value.code in (401, 403)

@@ -29,7 +29,7 @@ from lattqe.cost import cut_rows
 from lattqe.device import pick_device
 from lattqe.errors import LattqeError
 from lattqe.search import knn_graph
-from lattqe.search.products import kinds_for
+from lattqe.search.lanes import kinds_for
 from lattqe.search.stored import GraphTask, begin_graph, publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, load_model
 

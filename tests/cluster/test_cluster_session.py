@@ -3,15 +3,19 @@
 import contextlib
 import os
 import re
+import secrets
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import ray
 from ray._private.node import Node
+from ray_nodes import Loopback, RayNode
+from training_sets import plan_for, write_sets
 
-from cluster import graph_worker, training
+from cluster import graph_worker, process_group, training
 from cluster.session import ray_session, require_resources, room_for
 from lattqe.errors import LattqeError
 
@@ -144,22 +148,27 @@ def listening(pids):
     return found
 
 
+THIS_MACHINE = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1, as IPv4 and within IPv6
+
+
 @pytest.fixture
-def own_session():
+def own_session(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")  # as if it were the interface of a cluster's network
     with ray_session(cpus=2):
         yield
 
 
 @pytest.mark.ray
-def test_a_session_listens_to_this_machine_and_to_its_token_only(own_session):
-    """Although the tests' environment turns Ray's tokens off."""
+def test_a_session_listens_to_this_machine_and_to_its_token_only(own_session, tmp_path):
+    """Although the tests' environment turns Ray's tokens off; also while two workers train."""
     assert ray.get(ray.remote(lambda: os.getpid()).remote())
     started = [name for name in ("gcs_server", "raylet", "monitor.py", "dashboard.py") if name in titles(os.getpid())]
     assert started == ["gcs_server", "raylet"], "no autoscaler, no copying of logs, no server of a dashboard"
     assert Node.start_monitor.__name__ == "start_monitor", "Ray's own again, for nodes that others start here"
     addresses = listening(descendants(os.getpid()))
     assert len(addresses) > 5, "head, node, agents and workers"
-    assert set(addresses) <= {"0100007F", "0000000000000000FFFF00000100007F"}, "127.0.0.1, as IPv4 and within IPv6"
+    assert set(addresses) <= THIS_MACHINE
+    assert while_training(tmp_path) == THIS_MACHINE
     assert os.environ["RAY_AUTH_MODE"] == "token"
     address = ray.get_runtime_context().gcs_address
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
@@ -185,18 +194,49 @@ def test_a_session_listens_to_this_machine_and_to_its_token_only(own_session):
     assert os.environ["RAY_AUTH_TOKEN"].encode() not in written
 
 
+def while_training(folder):
+    """Addresses on which this process and its Ray take connections while two workers train."""
+    seen = set()
+
+    def show(standing):
+        if 0 < standing.step < standing.total:
+            seen.update(listening(descendants(os.getpid())))
+
+    plan = plan_for(write_sets(folder), folder / "model", "steps=8", "validate_every=1")
+    training.train_on_cluster(plan, workers=2, threads=1, show=show)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("addresses", "workers", "here"),
+    [
+        (["127.0.0.1"], 1, True),
+        (["127.0.0.1"], 2, True),
+        (["10.0.0.1"], 1, True),
+        (["10.0.0.1"], 2, False),
+        (["127.0.0.1", "10.0.0.2"], 2, False),
+    ],
+)
+def test_training_opens_a_store_for_other_machines_only_if_there_are_any(monkeypatch, addresses, workers, here):
+    nodes = [{"Alive": True, "NodeManagerAddress": address} for address in addresses]
+    monkeypatch.setattr(ray, "nodes", lambda: [*nodes, {"Alive": False, "NodeManagerAddress": "10.0.0.9"}])
+    config = process_group.torch_config("gloo", workers, "/tmp", 60)
+    assert isinstance(config, process_group.OneMachineConfig) == here
+    assert (config.backend, config.timeout_s) == ("gloo", 60)
+
+
 ENDED = """
 import os, signal, time
 import ray
-from cluster import session
+from cluster import session, watched
 from lattqe.errors import LattqeError
 
 try:
     with session.ray_session(cpus=1):
         started = ray._private.worker._global_node.all_processes
-        pids = session._processes_here()
+        pids = watched.processes_here()
         own, started["raylet"] = started["raylet"], []  # as in a driver that has joined a cluster
-        assert session._processes_here() == pids, "who listens at the socket"
+        assert watched.processes_here() == pids, "who listens at the socket"
         started["raylet"] = own
         os.kill(pids[{name!r}], signal.SIGKILL)
         time.sleep(600)
@@ -216,3 +256,43 @@ def test_a_ray_that_ends_ends_the_session_in_one_line(name):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     assert re.match(rf"Ray has ended on this machine \(its {name} is gone.*run the same command again", done.stdout)
+
+
+JOINED = """
+import time
+from cluster.session import ray_session
+from jobs.console import command, run
+
+def main():
+    with ray_session():
+        print("joined", flush=True)
+        time.sleep(600)
+run(command(main))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.kill
+def test_a_cluster_whose_head_is_killed_ends_its_driver_in_one_line():
+    """Leaving a cluster that is gone, Ray waits for its head and then ends the process, with a message of its own."""
+    with tempfile.TemporaryDirectory(prefix="lq") as folder:  # a short path: Ray has sockets in it
+        head = RayNode(Loopback(1), 0, Path(folder), {}, port=20_000 + secrets.randbelow(10_000))
+        head.begin()
+        try:
+            head.wait_started()
+            environment = head.environment | {"RAY_ADDRESS": head.head_address}
+            driver = subprocess.Popen(
+                [sys.executable, "-c", JOINED],
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            joined = driver.stdout.readline()
+            head.kill()
+            _, told = driver.communicate(timeout=300)
+        finally:
+            head.kill()
+    assert joined == "joined\n", told
+    assert driver.returncode == 2, told
+    assert told.splitlines()[-1].startswith("error: Ray has ended on this machine (its raylet is gone"), told

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from lattqe.training import Plan, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
-# Validation after each update, so that there is time to kill somebody.
+# Validation after each update, so that there is time to kill a worker.
 SLOW = ("steps=8", "validate_every=1")
 
 
@@ -69,7 +70,7 @@ def test_two_workers_train_the_same_model_even_if_one_is_killed(
         assert not different.any(), name
 
 
-def test_an_error_that_a_user_can_mend_arrives_as_such(sets: dict[str, str], tmp_path: Path) -> None:
+def test_an_error_that_a_user_can_fix_arrives_as_such(sets: dict[str, str], tmp_path: Path) -> None:
     plan = plan_for(sets, tmp_path / "model", "learning_rate=1e30", "steps=50")
     with pytest.raises(LattqeError, match=r"at step \d+ the loss became .*last good checkpoint"):
         train_on_cluster(plan, workers=1, threads=1)
@@ -98,3 +99,19 @@ def test_workers_that_find_no_room_are_not_waited_for_without_end(
             train_on_cluster(plan_for(sets, tmp_path / "model"), workers=1, threads=1)
     finally:
         ray.kill(other)
+
+
+def test_a_board_that_dies_ends_in_one_line(
+    sets: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mortal(training.Board):
+        def read(self) -> Standing:
+            if self.standing.step:
+                os._exit(1)
+            return self.standing
+
+    monkeypatch.setattr(training, "Board", Mortal)
+    with pytest.raises(LattqeError, match=r"progress has died .*: the same command continues from the last checkpoint"):
+        train_on_cluster(plan_for(sets, tmp_path / "model", *SLOW), workers=1, threads=1)
+    left = [thread.name for thread in threading.enumerate() if thread.name == "ray-train"]
+    assert not left, "a thread that still waits for Ray crashes the process when Ray is ended"

@@ -1,6 +1,7 @@
 """Ground-truth files: the published ones are read, wrong ones are refused by name."""
 
 import copy
+import os
 import pickle
 
 import numpy as np
@@ -82,8 +83,15 @@ def test_wrong_files_are_refused_by_name(change, message, tmp_path):
 
 
 def test_unreadable_files_are_refused(tmp_path):
-    with pytest.raises(LattqeError, match=r"cannot read .*nothing.json"):
+    with pytest.raises(LattqeError, match=r"nothing.json does not exist"):
         load_gnd(tmp_path / "nothing.json")
+    for name in ("pipe.json", "pipe.pkl"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(LattqeError, match=rf"{name} is not a regular file"):  # nor waited for
+            load_gnd(tmp_path / name)
+    (tmp_path / "nested.json").write_text("[" * 100_000)
+    with pytest.raises(LattqeError, match=r"nested.json is not JSON: .*recursion"):
+        load_gnd(tmp_path / "nested.json")
     (tmp_path / "text.json").write_text("{")
     with pytest.raises(LattqeError, match=r"text.json is not JSON"):
         load_gnd(tmp_path / "text.json")

@@ -163,9 +163,9 @@ def test_refusals():
         lattqe.expand(np.full((1, 8), np.nan), xb)
     with pytest.raises(LattqeError, match="k is 0"):
         lattqe.expand(xb, xb, k=0)
-    with pytest.raises(LattqeError, match="want \\(rows, D\\)"):
+    with pytest.raises(LattqeError, match="expected \\(rows, D\\)"):
         lattqe.expand(xb[0], xb)
-    with pytest.raises(LattqeError, match="12 neighbors, but this network has ranks for 9"):
+    with pytest.raises(LattqeError, match="12 neighbors, but this network was made for 9"):
         lattqe.expand(vectors(1, 16, 0, False), vectors(30, 16, 1, False), "lattqe", k=12, model=network())
 
 

@@ -90,7 +90,7 @@ def test_sixteen_bits_are_scaled_not_clipped(format):
     np.testing.assert_array_equal(pixels[0, :, 0], [0, 1, 128, 255])
 
 
-def test_ranges_nobody_agreed_on_are_refused():
+def test_ranges_without_a_convention_are_refused():
     with pytest.raises(BadImage, match="floating-point"):
         decode(encoded(Image.fromarray(np.ones((2, 2), dtype=np.float32)), "TIFF"), FULL)
     with pytest.raises(BadImage, match="beyond 16 bits"):

@@ -2,6 +2,7 @@
 
 import pickle
 import zipfile
+from contextlib import suppress
 
 import h5py
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from lattqe.errors import LattqeError
 from lattqe.formats import ENDINGS, open_source
+from lattqe.formats.arrow_parquet import declared_values
 
 X = np.ones((4, 3), np.float32)
 
@@ -265,6 +267,87 @@ def test_small_files_that_unfold_without_limit(tmp_path):
     assert "give --allow-expansion if this is intended" in refusal(tmp_path / "x.parquet")
     source = open_source(tmp_path / "x.parquet", allow_expansion=True)
     assert (source.rows, next(source.blocks(10)).vectors.shape) == (rows, (10, 64))
+
+
+def peak_of(path):
+    """Bytes that Arrow takes at most while a file is refused, and the refusal."""
+    before = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(pool)
+    try:
+        told = refusal(path)
+    finally:
+        pa.set_memory_pool(before)
+    return pool.max_memory(), told
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_file, pa.ipc.new_stream])
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+def test_a_compressed_arrow_file_is_measured_before_it_is_unpacked(tmp_path, new, compression):
+    path, options = tmp_path / "x.arrow", pa.ipc.IpcWriteOptions(compression=compression)
+
+    def write(rows, hidden):
+        beside = pa.array([0] * rows, pa.int8()) if hidden is None else pa.array([hidden] * rows)
+        table = pa.table({"vector": pa.array([[1.0, 2.0]] * rows), "other": beside})
+        with new(path, table.schema, options=options) as writer:
+            writer.write_table(table)
+
+    write(1000, None)
+    assert next(open_source(path).blocks(10)).vectors.shape == (10, 2)
+    write(100, "x" * (1 << 20))  # in a column that is not asked for
+    assert path.stat().st_size < 1 << 20
+    peak, told = peak_of(path)
+    assert "give --allow-expansion if this is intended" in told
+    assert peak < 64 << 20
+
+
+def test_a_later_row_of_parquet_that_is_longer_than_all_others_is_not_read(tmp_path):
+    long = 1 << 25
+    offsets = pa.array([0, 2, 4, 4 + long], pa.int32())
+    column = pa.ListArray.from_arrays(offsets, pa.array(np.ones(4 + long, np.float32)))
+    pq.write_table(pa.table({"vector": column}), tmp_path / "x.parquet", compression="zstd")
+    del column
+    peak, told = peak_of(tmp_path / "x.parquet")
+    assert "vectors of 33,554,436 numbers" in told
+    assert peak < 64 << 20
+
+
+@pytest.mark.parametrize("group", [None, 7])
+def test_values_of_parquet_are_counted_from_its_footer(tmp_path, group):
+    """As pyarrow counts them; whatever byte of the footer is damaged, there is a number or a ValueError."""
+    vectors = pa.array([[float(row)] * 5 for row in range(40)], pa.list_(pa.float32()))
+    table = pa.table({"id": [f"é{row}" for row in range(40)], "vector": vectors, "flag": [True] * 40, "d": [0.5] * 40})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=group)
+    found = pq.read_metadata(tmp_path / "x.parquet")
+    columns = [found.row_group(n).column(c) for n in range(found.num_row_groups) for c in range(found.num_columns)]
+    data = (tmp_path / "x.parquet").read_bytes()
+    assert declared_values(pa.py_buffer(data)) == [(each.path_in_schema, each.num_values) for each in columns]
+    for place in range(len(data) - found.serialized_size - 8, len(data) - 8, 3):
+        for flipped in (0x01, 0x0F, 0x80, 0xFF):
+            damaged = bytearray(data)
+            damaged[place] ^= flipped
+            with suppress(ValueError):
+                declared_values(pa.py_buffer(bytes(damaged)))
+
+
+@pytest.mark.parametrize("kind", ["label", "id"])
+@pytest.mark.parametrize("ending", ["parquet", "arrow", "arrow view"])
+def test_one_long_text_that_many_rows_share(tmp_path, kind, ending):
+    rows, path = 30_000, tmp_path / f"x.{ending.split()[0]}"
+    texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), pa.array(["x" * 4000]))
+    if ending == "arrow view":
+        view = np.array([4000, 0, 0, 0], np.int32)  # its length, beginning, buffer and place there
+        buffers = [None, pa.py_buffer(np.tile(view, rows)), pa.py_buffer(b"\0" * 4000)]
+        texts = pa.Array.from_buffers(pa.string_view(), rows, buffers)
+    table = pa.table({"vector": pa.array(np.ones((rows, 1), np.float32).tolist()), kind: texts})
+    if ending == "parquet":
+        pq.write_table(table, path, compression="zstd")
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(LattqeError, match=r"labels of 1?\d\d,\d{3},\d{3} bytes.*--allow-expansion"):
+        for _ in open_source(path).blocks(rows):
+            pass
 
 
 @pytest.mark.parametrize("label", ["", "two\nlines", "x" * 5000, "nul\x00"])

@@ -7,9 +7,11 @@ import pytest
 from training_sets import TINY, write_sets
 from typer.testing import CliRunner
 
-from jobs.train import ablate_app, finished
+from jobs.train import PRESET_NAMES, ablate_app, app, finished
 from lattqe.errors import LattqeError
 from lattqe.store import open_place
+from lattqe.training import PRESETS, preset
+from lattqe.training.presets import variants
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
@@ -36,6 +38,28 @@ def test_queries_must_be_as_many_as_databases(tmp_path: Path) -> None:
     done = CliRunner().invoke(ablate_app, arguments(tmp_path, "--val", str(tmp_path / "sets" / "database")))
     assert isinstance(done.exception, LattqeError)
     assert str(done.exception) == "1 --queries for 2 --val: give one for each, or none"
+
+
+def test_a_variant_that_cannot_be_trained_is_refused_before_the_first_is(tmp_path: Path) -> None:
+    """And before Ray starts: this test may not."""
+    words = [*arguments(tmp_path, "--set", "choose_qe=16"), "--val", str(tmp_path / "sets" / "queries")]
+    done = CliRunner().invoke(ablate_app, [*words, "--queries", str(tmp_path / "sets" / "queries")])
+    assert isinstance(done.exception, LattqeError)
+    assert "queries has 10 rows, too few to choose on" in str(done.exception)
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_all_variants_of_a_preset_are_valid(name: str) -> None:
+    for changes in variants(preset(name, 64)).values():
+        preset(name, 64, changes)
+
+
+def test_help_names_every_preset() -> None:
+    assert PRESET_NAMES.replace(" or ", ", ").split(", ") == list(PRESETS)
+    for command in (app, ablate_app):
+        shown = CliRunner().invoke(command, ["--help"], terminal_width=200)
+        assert PRESET_NAMES in " ".join(shown.output.split())
 
 
 @pytest.mark.ray

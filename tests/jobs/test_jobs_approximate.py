@@ -12,6 +12,7 @@ from killing import killed_midway
 
 import jobs.augment
 import jobs.benchmark
+import jobs.duplicates
 import jobs.neighbors
 import jobs.search
 from jobs.artifacts import export_app, info_app, verify_app
@@ -107,7 +108,7 @@ def test_from_the_graph_to_the_report(small, run, features, tmp_path):
         search,
         (evaluate_app, ranks),
         (gallery_app, ranks, "--images", photos, "--to", page),
-        (jobs.search.duplicates_app, rows, "--graph", graph),
+        (jobs.duplicates.app, rows, "--graph", graph),
         (export_app, graph, "--to", tmp_path / "graph.npz"),
         *((info_app, one) for one in (graph, index, ranks, tmp_path / "grown" / "neighbors")),
     ]:

@@ -139,7 +139,7 @@ def test_refusals_are_one_line_and_leave_nothing(features, graph, tmp_path, caps
 
 def test_a_destination_of_another_artifact_is_refused_before_a_graph_is_put_there(features, data, tmp_path, capsys):
     other = write(tmp_path / "other", data[:50])
-    for to in (features.uri, other.uri):  # the features themselves, and those of somebody else
+    for to in (features.uri, other.uri):  # the features themselves, and other ones
         before = open_place(to).list()
         assert call(augment, features.uri, "--method", "aqe", "-k", K, "--to", to) == 2
         assert 'a finished artifact that differs: config.job: null there, "augment" here' in capsys.readouterr().err

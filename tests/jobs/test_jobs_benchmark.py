@@ -21,6 +21,7 @@ from jobs.benchmark import app, measure_run, print_results, publish
 from lattqe.benchmark.cells import Inputs
 from lattqe.benchmark.presets import Options, preset_run
 from lattqe.benchmark.spec import Candidate, Pipeline, Run, Setting, graph_candidate
+from lattqe.datasets.labelled import PHOTO_SETS
 from lattqe.datasets.revisited import load_gnd
 from lattqe.errors import LattqeError
 from lattqe.evaluation import evaluate
@@ -270,6 +271,33 @@ def test_the_table_fits_a_screen_of_100_columns(tmp_path: Path, monkeypatch: pyt
     assert heading.split()[-5:] == ["none", "ADBA+AQE", "DDBA+DQE", "αDBA+αQE", "ADBAwD+AQEwD"]
     assert any(line.split() == ["chosen", "fixed", "fixed", "on", "test", "fixed"] for line in lines)
     assert any(line.split()[:2] == ["oxford+distractors", "H"] for line in lines)
+
+
+@pytest.mark.parametrize("below", ["", "photos/"])
+def test_presets_take_photographs_on_s3(s3_uri: str, tmp_path: Path, below: str) -> None:
+    """As on disk: in the folder itself, or in `photos` below it."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "labels": np.arange(40, dtype=np.int32) % 4,
+        "split": np.full(40, 2, np.int8),
+        "isquery": np.arange(40) < 8,
+    }
+    (tmp_path / "data" / below).mkdir(parents=True)
+    for name in PHOTO_SETS:
+        for part, array in {"vectors": rng.normal(size=(40, 8)).astype(np.float16), **arrays}.items():
+            path = tmp_path / "data" / below / f"{name}_{part}.npy"
+            np.save(path, array)
+            open_place(f"{s3_uri}/data").write(f"{below}{path.name}", path.read_bytes())
+    for preset in ("photos", "density"):
+        found = []
+        for where, data in (("disk", str(tmp_path / "data")), ("s3", f"{s3_uri}/data")):
+            run = preset_run(preset, Options(str(tmp_path / preset / where), data, columns=(4,)))
+            sets = [Inputs.open(dataset) for dataset in run.datasets]
+            found.append([(each.database.digest, each.queries.digest) for each in sets])
+        assert found[0] == found[1]
+        assert len(found[0]) >= len(PHOTO_SETS)
+    with pytest.raises(LattqeError, match=r"nothing.*cub200_vectors\.npy"):
+        preset_run("photos", Options(str(tmp_path / "none"), f"{s3_uri}/nothing"))
 
 
 def test_presets_take_data_and_folders_on_s3(s3_uri: str, tmp_path: Path) -> None:

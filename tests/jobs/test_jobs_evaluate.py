@@ -84,7 +84,7 @@ def test_a_graded_truth_has_three_setups(world):
         (["--at", "0"], "--at is '0'"),
         (["--at", "one"], "whole numbers from 1"),
         (["--truth", "nothing.json"], "nothing.json"),
-        (["--truth", "labels.npy"], "no ground truth .* import --labels"),
+        (["--truth", "labels.npy"], "not a ground truth .* import --labels"),
         (["--csv", "/"], "cannot write /: it is a folder"),
         (["--csv", "."], "it is a folder; name a file in it, such as queries.csv"),
     ],

@@ -172,6 +172,17 @@ def test_the_same_export_again_is_up_to_date_and_another_is_refused(base, tmp_pa
     assert (tmp_path / "x.npy").read_bytes() == before["x.npy"][0]
 
 
+def test_files_beside_that_are_not_ours_stay(base, tmp_path, capsys):
+    """Neither overwritten, nor removed when the export fails."""
+    mine = tmp_path / "x.npy.ids.txt"
+    mine.write_text("mine")
+    code, _, told = run(capsys, base / "features", "--to", tmp_path / "x.npy")
+    assert code == 2
+    assert "x.npy.ids.txt exists already: choose another name or delete it" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["x.npy.ids.txt"]
+    assert mine.read_text() == "mine"
+
+
 def test_two_different_exports_at_once_never_mix(base, tmp_path):
     """One wins and its files belong together; the others are refused."""
     sets = []

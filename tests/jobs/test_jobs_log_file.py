@@ -77,6 +77,20 @@ def test_runs_append_and_errors_are_told(tmp_path):
     assert "none.npy" in lines[1]["message"]
 
 
+def test_any_name_is_one_line(tmp_path):
+    """Of a file that is not UTF-8, with line ends of Unicode and of C1, beyond the first plane."""
+    hostile = os.fsdecode(b"\xff") + "\u2028\u2029\x85\x9b\x7f\u202e\x1c\U000e0001 é"
+
+    def main() -> None:
+        event("named", name=hostile)
+
+    log = tmp_path / "run.jsonl"
+    assert call(command(main), "--log-file", log) == 0
+    assert read(log)[1]["name"] == hostile
+    assert not set(hostile[:-2]) & set(log.read_text())
+    assert "é" in log.read_text()
+
+
 @pytest.mark.parametrize(
     ("raised", "told"),
     [

@@ -93,11 +93,11 @@ def test_a_stopped_search_goes_on(sets, tmp_path, monkeypatch):
     calls = []
     real = road.expand_queries
 
-    def stopping(index, xq, *given):
+    def stopping(index, xq, *given, **more):
         calls.append(len(xq))
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return real(index, xq, *given)
+        return real(index, xq, *given, **more)
 
     monkeypatch.setattr(road, "expand_queries", stopping)
     options = ("-k", 5, "--expand", "aqe", "--nqe", 3)

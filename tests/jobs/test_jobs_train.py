@@ -6,7 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +18,10 @@ from killing import end_session, killed_midway
 from training_sets import DIM, TINY, clusters, plan_for, write_set, write_sets
 from typer.testing import CliRunner
 
-from jobs.train import app
-from lattqe.errors import LattqeError
-from lattqe.store import FeatureWriter, load_model
+from cluster.training import Standing
+from jobs.train import app, shown_updates
+from lattqe.search.stored import publish_graph
+from lattqe.store import FeatureSet, FeatureWriter, load_model
 from lattqe.training import train
 
 SLOW = ["steps=150", "checkpoint_every=20", "validate_every=75"]
@@ -97,6 +101,36 @@ def test_a_signal_saves_a_checkpoint_and_ends_the_training(sets: dict[str, str],
     assert "Traceback" not in shown
 
 
+@pytest.mark.parametrize(
+    ("done", "standings", "shown"),
+    [
+        (0, [(0, 0, ""), (0, 9, ""), (1, 9, "loss")], [(0, 9), (1, "loss")]),
+        (4, [(0, 0, ""), (4, 9, ""), (6, 9, "loss"), (9, 9, "choosing")], [(4, 9), (2, "loss"), (3, "choosing")]),
+        (
+            9,
+            [(0, 0, ""), (9, 9, "choosing nQE"), (9, 9, "choosing nDBA")],
+            [(9, 9), (0, "choosing nQE"), (0, "choosing nDBA")],
+        ),
+    ],
+    ids=["new", "continued", "continued while choosing"],
+)
+def test_the_bar_opens_with_the_first_work_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, done: int, standings: list[tuple[int, int, str]], shown: list[tuple[object, ...]]
+) -> None:
+    seen: list[tuple[object, ...]] = []
+
+    @contextmanager
+    def bar(title: str, total: int, before: int) -> Iterator[SimpleNamespace]:
+        seen.append((before, total))
+        yield SimpleNamespace(advance=lambda *given: seen.append(given))
+
+    monkeypatch.setattr("jobs.train.progress_bar", bar)
+    with shown_updates(done) as show:
+        for standing in standings:
+            show(Standing(*standing))
+    assert seen == shown
+
+
 def refusal(words: list[str]) -> str:
     """The error of a command that must not start."""
     result = CliRunner().invoke(app, words)
@@ -140,9 +174,77 @@ def test_classes_of_the_same_name_are_refused(sets: dict[str, str], tmp_path: Pa
 
 def test_classes_of_one_image_only_are_refused(sets: dict[str, str], tmp_path: Path) -> None:
     single = {**sets, "a": write_set(tmp_path, "single", 5, 30, 1), "b": write_set(tmp_path, "lonely", 6, 30, 1)}
-    plan = plan_for(single, tmp_path / "model")
-    with pytest.raises(LattqeError, match="all 60 classes have one image only"):
-        train(plan)
+    assert "all 60 classes have one image only" in refusal(arguments(single, tmp_path / "model"))
+
+
+def write_graph(folder: Path, features: str, k: int) -> str:
+    """The graph of a set, in a folder of the set's name."""
+    to = f"{folder}/graph-of-{Path(features).name}"
+    publish_graph(FeatureSet.open(features), k, to)
+    return to
+
+
+def refused_at_once(call_lattqe: Callable[..., tuple[int, str, str]], words: list[str]) -> str:
+    """The one line of a command that ends before it starts Ray, which a test without the mark may not."""
+    code, _, shown = call_lattqe("train", *words)
+    assert code == 2, shown
+    assert len(shown.strip().splitlines()) == 1, shown
+    return shown
+
+
+def test_graphs_that_do_not_fit_are_refused_before_ray_starts(
+    sets: dict[str, str], tmp_path: Path, call_lattqe: Callable[..., tuple[int, str, str]]
+) -> None:
+    short = [write_graph(tmp_path, sets[name], 5) for name in ("a", "b")]
+    words = arguments(sets, tmp_path / "model")
+    shown = refused_at_once(call_lattqe, [*words, "--neighbors", short[0], "--neighbors", short[1]])
+    assert f"{short[0]} has 5 neighbors for each row of {sets['a']}, training needs 8" in shown
+    assert f"lattqe neighbors {sets['a']} -k 8 --to GRAPH" in shown
+    shown = refused_at_once(call_lattqe, [*words, "--neighbors", short[1], "--neighbors", short[0]])
+    assert f"{short[1]} has 60 rows and {sets['a']} has 96" in shown
+    other = write_graph(tmp_path, write_set(tmp_path, "other", 9, 8, 12), 8)
+    shown = refused_at_once(call_lattqe, [*words, "--neighbors", other, "--neighbors", short[1]])
+    assert f"{other} was made from other features than {sets['a']} holds now" in shown
+
+
+def test_sets_that_need_a_stored_graph_are_refused_before_ray_starts(
+    sets: dict[str, str],
+    tmp_path: Path,
+    call_lattqe: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lattqe.training.plan.LARGEST_GRAPH", 80)
+    shown = refused_at_once(call_lattqe, arguments(sets, tmp_path / "model"))
+    assert f"{sets['a']} has 96 rows: make its graph once with `lattqe neighbors {sets['a']} -k 8" in shown
+
+
+def write_named(folder: Path, name: str) -> str:
+    """Rows like those of the validation queries, their labels being text."""
+    x, labels = clusters(3, 5, 2)
+    with FeatureWriter(f"{folder}/{name}", DIM, labels=True, label_names=list("pqrst")) as writer:
+        writer.append(x, [f"{name}-{row}" for row in range(len(x))], labels)
+    return f"{folder}/{name}"
+
+
+def test_labels_that_cannot_be_compared_are_refused_before_ray_starts(
+    sets: dict[str, str], tmp_path: Path, call_lattqe: Callable[..., tuple[int, str, str]]
+) -> None:
+    named = write_named(tmp_path, "named")
+    shown = refused_at_once(call_lattqe, arguments({**sets, "queries": named}, tmp_path / "model"))
+    assert f"the labels of {named} are text and those of {sets['database']} are numbers" in shown
+    words = arguments({**sets, "b": named}, tmp_path / "model", "shared_labels=true")
+    assert f"the labels of {named} are text and those of {sets['a']} are numbers" in refused_at_once(call_lattqe, words)
+
+
+@pytest.mark.parametrize("setting", ["choose_qe", "choose_dba"])
+def test_a_database_too_small_to_choose_on_is_refused_before_ray_starts(
+    sets: dict[str, str], tmp_path: Path, call_lattqe: Callable[..., tuple[int, str, str]], setting: str
+) -> None:
+    small = write_set(tmp_path, "small", 4, 2, 3, 300)  # 6 rows, each with 5 neighbors
+    words = arguments({**sets, "database": small}, tmp_path / "model", "choose_qe=4", f"{setting}=6,8")
+    shown = refused_at_once(call_lattqe, words)
+    assert f"{small} has 6 rows, too few to choose on" in shown
+    assert f"--set {setting}" in shown
 
 
 @pytest.mark.parametrize(
@@ -150,7 +252,7 @@ def test_classes_of_one_image_only_are_refused(sets: dict[str, str], tmp_path: P
     [
         ("stepz=3", "there is no setting 'stepz'"),
         ("steps", "write key=value"),
-        ("steps=many", "'many' is not a int"),
+        ("steps=many", "'many' is not a valid int"),
         ("sampler=magic", "use one of tuples, worlds"),
         ("network.heads=3", "3 heads do not divide"),
         ("batch=9", "does not fall into 4 slots"),
@@ -168,3 +270,11 @@ def test_bad_settings_are_refused_by_name(sets: dict[str, str], tmp_path: Path, 
 def test_unequal_numbers_of_databases_and_queries_are_refused(sets: dict[str, str], tmp_path: Path) -> None:
     words = [*arguments(sets, tmp_path / "model"), "--val", sets["database"]]
     assert "1 --queries for 2 --val" in refusal(words)
+
+
+def test_a_finished_model_is_named_as_it_is(sets: dict[str, str], tmp_path: Path) -> None:
+    to = tmp_path / "x[/bold]"
+    train(plan_for(sets, to))
+    done = CliRunner().invoke(app, arguments(sets, to))
+    assert done.exit_code == 0, repr(done.exception)
+    assert "x[/bold] already holds this model" in done.output

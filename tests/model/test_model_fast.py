@@ -106,7 +106,7 @@ def test_shared_tables_that_do_not_fit_are_refused():
     rows, scores = neighbor_lists(xb, 4, missing=0)
     table = method.shared_rows(xb)
     neighbors = xb[rows[:, 1:]]
-    with pytest.raises(LattqeError, match="want \\(n, 1 \\+ k\\)"):
+    with pytest.raises(LattqeError, match="expected \\(n, 1 \\+ k\\)"):
         method.expand_shared(xb, neighbors, scores, table, rows[:, 1:])
     with pytest.raises(LattqeError, match="shares 96 columns"):
         method.expand_shared(xb, neighbors, scores, table[:, :90], rows)

@@ -10,12 +10,12 @@ import torch
 from network_variants import ABLATIONS, ablation
 from test_model_network import EXTENDED, SMALL, lists, make
 
-from jobs.artifacts import check_model
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
 from lattqe.model import LAttQE
 from lattqe.model.network import VERSION
-from lattqe.store import save_model
+from lattqe.store import load_model, save_model
+from lattqe.store.artifacts import DEFAULT_MODEL, verify_artifact
 
 
 @pytest.mark.parametrize("config", [*(ablation(SMALL, name) for name in sorted(ABLATIONS)), EXTENDED])
@@ -122,7 +122,18 @@ def test_sizes_are_held_against_the_tensors_before_anything_is_built(tmp_path, s
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (64 << 10)  # KiB
     save_model(str(tmp_path / "model"), tensors, {**config, "network": {**config["network"], **setting}}, {})
     with pytest.raises(CorruptDataError):
-        check_model(str(tmp_path / "model"))
+        verify_artifact(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(("name", "most"), [("max_k", 4096), ("background", 4096)])
+def test_depths_that_no_tensor_shows_have_a_limit(name, most):
+    """Of the shipped network, whose tensors fit any of them: k neighbors have k² relations."""
+    tensors, config, *_ = load_model(DEFAULT_MODEL)
+    network = LAttQE.from_tensors(tensors, {**config, "network": {**config["network"], name: most}}, "shipped")
+    assert getattr(network.config, name) == most
+    assert f"{name} is {most + 1}: use at most {most}" in refused(
+        tensors, {**config, "network": {**config["network"], name: most + 1}}
+    )
 
 
 def test_a_place_without_a_model_is_refused(tmp_path):

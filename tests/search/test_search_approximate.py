@@ -24,7 +24,8 @@ from lattqe.search.approximate import (
     shares_met,
     within_margin,
 )
-from lattqe.search.products import Block, lanes_on
+from lattqe.search.lanes import lanes_on
+from lattqe.search.products import Block
 from lattqe.search.rows import in_one
 
 K = 9

@@ -14,9 +14,10 @@ from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex, count_above, knn_graph, merge, score, topk
 from lattqe.search import compare as compare_module
 from lattqe.search import graph as graph_module
+from lattqe.search import lanes as lanes_module
 from lattqe.search import products as products_module
 from lattqe.search.exact import exact_order, published
-from lattqe.search.products import Block, NumpyProducts, TorchProducts
+from lattqe.search.products import Block, MklProducts, NumpyProducts, TorchProducts
 from lattqe.search.rows import Clock
 from lattqe.search.topk import running_topk
 
@@ -321,3 +322,36 @@ def test_input_may_be_read_only_and_strided():
     x.setflags(write=False)
     ids, _ = knn_graph(x[::2], 3)
     np.testing.assert_array_equal(ids, slow_graph(x[::2], 3)[0])
+
+
+@pytest.mark.parametrize("faster", [NumpyProducts, MklProducts])
+def test_much_work_is_multiplied_by_the_faster_library_and_gives_the_same(monkeypatch, faster):
+    """A search that is worth it asks which float32 products are faster; the answer does not depend on it."""
+    rng = np.random.default_rng(0)
+    xb, xq, asked = unit(rng, 300, 24), unit(rng, 20, 24), []
+    monkeypatch.setattr(lanes_module, "LARGE", 24 * 300 * 20)
+    monkeypatch.setattr(lanes_module, "faster_float32", lambda dim: asked.append(dim) or faster.kind)
+    D, I = FlatIndex(xb).search(xq, 7)
+    assert asked == [24]
+    scores, ids = slow_topk(xq, xb, 7)
+    np.testing.assert_array_equal(I, ids)
+    np.testing.assert_array_equal(D, scores)
+    FlatIndex(xb).search(xq[:19], 7)
+    assert asked == [24]  # too little to ask
+
+
+@pytest.mark.parametrize(("numpy_takes", "torch_takes", "expected"), [(3, 1, MklProducts), (1, 1, NumpyProducts)])
+def test_the_faster_library_is_found_by_multiplying(monkeypatch, numpy_takes, torch_takes, expected):
+    """The one that takes clearly less time; the first where they are alike."""
+    now = [0.0]
+    monkeypatch.setattr(lanes_module.time, "perf_counter", lambda: now[0])
+    for kind, takes in ((NumpyProducts, numpy_takes), (MklProducts, torch_takes)):
+
+        def product(self, a, b, out, takes=takes):
+            now[0] += takes
+            return out
+
+        monkeypatch.setattr(kind, "_product", product)
+    lanes_module.faster_float32.cache_clear()
+    assert lanes_module.faster_float32(8) == expected.kind
+    lanes_module.faster_float32.cache_clear()

@@ -13,7 +13,8 @@ from lattqe.errors import LattqeError
 from lattqe.search import graph, knn_graph
 from lattqe.search.graph import faiss_graph, faiss_lists, update_graph
 from lattqe.search.index import search_block
-from lattqe.search.products import Block, NumpyProducts, TorchProducts, kinds_for
+from lattqe.search.lanes import kinds_for
+from lattqe.search.products import Block, NumpyProducts, TorchProducts
 from lattqe.search.rows import Clock
 
 

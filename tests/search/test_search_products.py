@@ -15,7 +15,8 @@ from lattqe.device import exact_convolutions, matmul_precision
 from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex, index, knn_graph, topk
 from lattqe.search.exact import FORMATS, encode, exact_scores
-from lattqe.search.products import CPU_KINDS, STRIP_ENTRIES, Block, CoarseTorchProducts, TorchProducts, kinds_for
+from lattqe.search.lanes import CPU_KINDS, kinds_for
+from lattqe.search.products import STRIP_ENTRIES, Block, CoarseTorchProducts, TorchProducts
 
 CPU = torch.device("cpu")
 topk_module = sys.modules["lattqe.search.topk"]  # the package has a function of that name
@@ -169,7 +170,7 @@ def test_tiles_are_halved_until_the_device_has_room(monkeypatch):
     for found, expected in zip(knn_graph(xb, 9), slow_graph(xb, 9)):
         np.testing.assert_array_equal(found, expected)
     assert (products.tile, products.refused) == (128, 2)
-    monkeypatch.setattr(index, "lanes_on", lambda device: nullcontext([CrampedProducts(40_000)]))
+    monkeypatch.setattr(index, "lanes_on", lambda device, **work: nullcontext([CrampedProducts(40_000)]))
     np.testing.assert_array_equal(topk(xb[:300], xb, 7)[1], slow_topk(xb[:300], xb, 7)[1])
     use_lanes(monkeypatch, [CrampedProducts(10)])
     with pytest.raises(LattqeError, match="no memory left, even for tiles of 64 rows"):
@@ -224,7 +225,7 @@ def test_the_places_of_codes_are_sent_to_the_device_once():
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_rows_that_do_not_fit_a_device_are_told_with_what_to_do(dtype, monkeypatch):
     """A shard larger than the memory of its worker's device cannot be cut by the worker."""
-    monkeypatch.setattr(index, "lanes_on", lambda device: nullcontext([TorchProducts(CPU)]))
+    monkeypatch.setattr(index, "lanes_on", lambda device, **work: nullcontext([TorchProducts(CPU)]))
     empty = torch.empty
 
     def cramped(shape, *arguments, **more):

@@ -226,6 +226,12 @@ def test_parts_that_are_not_what_the_manifest_says(tmp_path):
     replace(encode_part(holes, holes.schema).to_pybytes())
     with pytest.raises(CorruptDataError, match="id of row 1 is empty"):
         verify_artifact(str(uri))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    replace(sink.getvalue().to_pybytes())
+    with pytest.raises(CorruptDataError, match="is compressed, which no part is"):
+        FeatureSet.open(str(uri)).read()
     wide = features_table(list("abcd"), np.eye(4, 8, dtype=np.float32))
     replace(encode_part(wide, wide.schema).to_pybytes())
     with pytest.raises(CorruptDataError, match="other columns than its manifest"):

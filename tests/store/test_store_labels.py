@@ -101,12 +101,18 @@ def test_labels_without_a_name_are_found(tmp_path):
         comparable_labels(broken, broken)
 
 
-@pytest.mark.parametrize("names", ["ab", [1, 2], ["a", "a"]])
+def test_names_of_several_lines_are_not_written(tmp_path):
+    with pytest.raises(LattqeError, match=r"the label 'b\\nc' has several lines: give each label one line"):
+        FeatureWriter(str(tmp_path / "set"), 4, labels=True, label_names=["a", "b\nc"])
+    assert not (tmp_path / "set").exists()
+
+
+@pytest.mark.parametrize("names", ["ab", [1, 2], ["a", "a"], ["a", "b\nc"], ["a", "b\r"]])
 def test_names_that_cannot_be(tmp_path, names):
     """As only an edited manifest has them."""
     writer = FeatureWriter(str(tmp_path / "set"), 4, labels=True, config={"label_names": names})
     writer.append(np.eye(4), list("wxyz"), np.array([0, 1, 1, 0]))
-    with pytest.raises(CorruptDataError, match="not a list of distinct strings"):
+    with pytest.raises(CorruptDataError, match=r"not a list of distinct strings|holds a line break"):
         writer.close()
 
 

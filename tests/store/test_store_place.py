@@ -26,7 +26,7 @@ def place(request: pytest.FixtureRequest, tmp_path):
     return open_place(str(tmp_path / "place") if request.param == "disk" else request.getfixturevalue("s3_uri"))
 
 
-def test_a_file_is_replaced_by_those_who_saw_it_and_by_nobody_else(place):
+def test_a_file_is_replaced_only_by_those_who_saw_it(place):
     with pytest.raises(ChangedError, match="another process"):
         place.replace("state", b"2", b"1")
     place.replace("state", b"1", None)

@@ -156,7 +156,7 @@ def test_giving_up_after_the_time_allowed(faults, s3_uri, monkeypatch, caplog):
 
 
 def test_a_request_that_takes_all_the_time_is_asked_once_more(faults, s3_uri, monkeypatch):
-    monkeypatch.setattr("s3_proxy.STALL_SECONDS", 3)
+    monkeypatch.setattr(faults, "stall_seconds", 3)
     monkeypatch.setenv("LATTQE_S3_ANSWER_SECONDS", "1")
     monkeypatch.setenv("LATTQE_S3_RETRY_SECONDS", "0.5")
     stalled = iter(["stall"])
@@ -347,7 +347,7 @@ def test_memory_of_remote_parts_is_bounded(s3_uri, monkeypatch):
     assert 1 <= len(reader.parts._kept) <= 2
 
 
-def test_cache_is_filled_part_by_part_and_mended(s3_uri, tmp_path):
+def test_cache_is_filled_part_by_part_and_repaired(s3_uri, tmp_path):
     features = write(s3_uri, rows=1000)
     cache = tmp_path / "cache"
     reader = FeatureSet.open(s3_uri, cache=str(cache))

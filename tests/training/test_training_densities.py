@@ -20,7 +20,7 @@ from lattqe.training.checkpoint import Team
 from lattqe.training.densities import DensitySampler, _adapted, _altered, _around, _clusters, unit_rows
 from lattqe.training.losses import hop
 from lattqe.training.plan import join
-from lattqe.training.presets import preset
+from lattqe.training.presets import GATED, preset
 from lattqe.training.stage import Stage
 from lattqe.training.validation import ValidationSet, density_sets
 
@@ -70,6 +70,16 @@ def test_a_batch_is_a_function_of_its_step_and_parts_add_up(data, config):
         assert torch.equal(whole.items, torch.cat([half.items for half in halves]))
         assert torch.equal(whole.same, torch.cat([half.same for half in halves]))
         assert (whole.hops > 0) == (step % config.hop_every == 0)
+
+
+@pytest.mark.parametrize("changes", GATED.values(), ids=GATED)
+def test_every_ablation_can_be_trained(data, changes):
+    config = preset("universal", 16, [*SMALL, "slots=4", *changes])
+    sampler, stage = DensitySampler(data, config), Stage(LAttQE(config.network), config, Team())
+    before = {name: value.clone() for name, value in stage.network.state_dict().items()}
+    losses = [stage.update(step, sampler.batch(step, slice(0, 8))) for step in range(config.accumulate)]
+    assert torch.isfinite(torch.cat([*losses, stage.rest()])).all()
+    assert any(not torch.equal(before[name], value) for name, value in stage.network.state_dict().items())
 
 
 def test_every_query_has_something_to_find_and_never_itself(data, config):

@@ -151,6 +151,19 @@ def test_sums_of_gradients_are_taken_in_one_order(sets: dict[str, str], tmp_path
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_two_threads_train_the_same_bits_each_time(sets: dict[str, str], tmp_path: Path) -> None:
+    found = []
+    for name in ("first", "second"):
+        plan = plan_for(sets, tmp_path / name, *RECIPES["worlds"])
+        torch.set_num_threads(2)
+        try:
+            train(plan)
+        finally:
+            torch.set_num_threads(1)
+        found.append(tensors(plan))
+    assert all(np.array_equal(value, found[1][name]) for name, value in found[0].items())
+
+
 def test_the_first_stage_leaves_the_temperature(sets: dict[str, str], tmp_path: Path) -> None:
     plan = plan_for(sets, tmp_path / "model", "temperature_steps=0")
     train(plan)
@@ -341,7 +354,7 @@ def test_a_state_is_readable_json_and_old_tensors_go(tmp_path: Path) -> None:
     assert checkpoints.tensors(checkpoints.load(), "last")["x"].tolist() == [2.0, 2.0]
 
 
-def test_whoever_is_overtaken_stops_and_leaves_the_other_state_whole(tmp_path: Path) -> None:
+def test_a_run_that_is_overtaken_stops_and_leaves_the_other_state_intact(tmp_path: Path) -> None:
     """A worker that was frozen while another driver went on must not bring its older state back."""
     frozen, other = (Checkpoints(open_place(str(tmp_path))) for _ in range(2))
     frozen.save(State(step=1), last={"x": torch.ones(2)})

@@ -298,7 +298,7 @@ def test_batches_for_a_gpu_are_pinned_ahead(
     assert not pinned
 
 
-def test_a_pool_that_nobody_has_here_is_not_kept_there(data: TrainingData, config: TrainingConfig) -> None:
+def test_a_pool_that_is_freed_here_is_freed_there(data: TrainingData, config: TrainingConfig) -> None:
     sampler = TupleSampler(data, config)
     there = weakref.ref(sampler.batch(0, WHOLE).to(torch.device("meta")).candidates)
     assert there() is not None  # the sampler still has the pool

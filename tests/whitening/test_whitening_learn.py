@@ -185,7 +185,7 @@ def test_pairs_are_needed(rows):
         pair_moments(blocks(rows), np.arange(300))
 
 
-def test_nearly_singular_differences_are_mended(labels):
+def test_nearly_singular_differences_are_regularised(labels):
     """Classes that do not vary in some directions: a little is added to the diagonal, and said."""
     rng = np.random.default_rng(0)
     flat = np.concatenate([rng.normal(size=(300, 10)), np.repeat(labels[:, None], 2, axis=1)], axis=1).astype(float)

@@ -1,0 +1,126 @@
+"""What is shown on the screen is text: no name and no value moves the cursor, changes colours or counts as markup."""
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.table import Table
+
+from jobs import cli, console
+from jobs.console import Screen, guarded, progress_bar, show_table, warn
+from lattqe.errors import LattqeError
+from lattqe.store import FeatureWriter
+
+# Escape, CSI of one byte, bell, right-to-left override, half a character (of a file name that is no UTF-8), markup.
+HOSTILE = "a\x1b[2J\x9b2J\x07\u202e\udcff[/bold]z"
+HARMLESS = "a\ufffd[2J\ufffd2J"
+
+
+@pytest.fixture
+def screens(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What a terminal would get."""
+    written = io.StringIO()
+    for name in ("screen", "answers"):
+        monkeypatch.setattr(console, name, Screen(file=written, width=200, highlight=False, force_terminal=True))
+    return written
+
+
+def fail() -> None:
+    raise LattqeError(f"{HOSTILE} is wrong")
+
+
+def plain(written: str) -> None:
+    assert HARMLESS in written
+    assert not {"\x9b", "\x07", "\u202e", "\udcff"} & set(written)
+    assert "\x1b[2J" not in written
+    assert "[/b" in written  # a table may cut its end: the widths are those before
+
+
+def test_nothing_that_is_shown_controls_the_terminal(screens: io.StringIO) -> None:
+    with pytest.raises(SystemExit):
+        guarded(fail)
+    plain(screens.getvalue())
+    for show in (
+        lambda: show_table(HOSTILE, {"name": HOSTILE}, to=console.screen),
+        lambda: show_table("one", {HOSTILE: "two\nlines"}, to=console.answers),
+        lambda: warn([HOSTILE]),
+        lambda: console.print_table("one", [["a", HOSTILE], ["b", "c"]]),
+    ):
+        screens.truncate(screens.seek(0))
+        show()
+        plain(screens.getvalue())
+
+
+def test_lines_stay_lines() -> None:
+    written = io.StringIO()
+    Screen(file=written).print("two\nlines", markup=False)
+    assert written.getvalue() == "two\nlines\n"
+    table = Table(box=None)
+    table.add_row("two\nlines")
+    Screen(file=written).print(table)
+    assert [line.strip() for line in written.getvalue().splitlines()] == ["two", "lines", "", "two", "lines"]
+
+
+def test_a_bar_shows_its_title_and_note_as_they_are(screens: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    with progress_bar(HOSTILE, 2) as bar:
+        bar.advance(1, "[/note]")
+    plain(screens.getvalue())
+    assert "[/note]" in screens.getvalue()
+    written = io.StringIO()
+    monkeypatch.setattr(console, "screen", Screen(file=written, width=200))
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    with progress_bar(HOSTILE, 2) as bar:
+        bar.advance(1, "[/note]")
+    plain(written.getvalue())
+    assert "[/note]" in written.getvalue()
+
+
+def test_lack_of_memory_is_told_even_where_the_screen_has_none(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(console.screen, "print", refuse)
+    with pytest.raises(SystemExit) as ended:
+        guarded(refuse)
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.startswith("error: out of memory: close other programs, raise the limit")
+
+
+LIMITED = """
+import resource, sys
+import lattqe.store.artifacts
+from jobs import artifacts, cli
+
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (32 << 20),) * 2)
+sys.argv = ["lattqe", "verify", sys.argv[1]]
+cli.main()
+"""
+
+
+def test_a_real_limit_of_memory_is_one_line(tmp_path: Path) -> None:
+    """A part of 64 MiB, and 32 MiB that may still be mapped."""
+    with FeatureWriter(str(tmp_path / "set"), 1024, "float32", part_bytes=1 << 27) as writer:
+        writer.append(np.eye(1 << 14, 1024, dtype=np.float32) + 1, [str(row) for row in range(1 << 14)])
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path / "set")], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("verifying")]
+    assert len(lines) == 1
+    assert re.match("error: .*annot allocate memory", lines[0])
+
+
+def test_an_unknown_verb_is_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lattqe", "[/bold]"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "there is no verb '[/bold]': see lattqe --help" in capsys.readouterr().err
