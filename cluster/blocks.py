@@ -48,7 +48,7 @@ class BlockPolicy:
     straggler_factor: float = 3.0  # times the median block's seconds before a spare copy is started elsewhere
     straggler_seconds: float = 20.0  # never sooner than this: short blocks vary a lot
     room_seconds: float = 5.0  # between looks at whether the cluster has grown
-    start_timeout: float = 300.0  # for the first actor to come up (importing torch on a crowded node takes minutes)
+    start_timeout: float = 900.0  # for the first actor to come up (importing torch on a crowded node takes minutes)
     late_seconds: float = 120.0  # for another one, before it is started again; twice as long each time
 
 

@@ -41,7 +41,8 @@ ROWS_PER_SHARD = 100_000  # below this a further CPU shard costs more than it sa
 class ShardPolicy:
     """How patient an index is with its cluster."""
 
-    start_timeout: float = 120.0  # for resources to be granted and rows to be loaded
+    start_timeout: float = 120.0  # for resources to be granted
+    load_timeout: float = 1800.0  # for a shard that has them to come up and load its rows: minutes on a crowded node
     max_failures: int = 3  # of one shard, over the life of the index
     window: int = 4  # query blocks in flight: shards differ in speed, memory for answers is bounded
 
@@ -171,14 +172,15 @@ class ShardedIndex:
 
     def _wait_ready(self, shard: int) -> None:
         """Wait until a shard has loaded its rows; a bad feature set, or a cluster without room, is reported as such."""
-        deadline = time.monotonic() + self.policy.start_timeout
+        deadline = time.monotonic() + self.policy.load_timeout
         while True:
             ready = self._actors[shard].loaded.remote()
             done, _ = ray.wait([ready], timeout=max(deadline - time.monotonic(), 0))
             if not done:
                 raise LattqeError(
-                    f"shard {shard} (rows {self.cuts[shard]}..{self.cuts[shard + 1]}) was not up within "
-                    f"{self.policy.start_timeout:.0f} s: it needs {self.bundle}, free is {free_resources()}"
+                    f"shard {shard} (rows {self.cuts[shard]}..{self.cuts[shard + 1]}) did not load within "
+                    f"{self.policy.load_timeout:.0f} s: look at the load of its node and at the storage, then "
+                    "run the same command again"
                 )
             try:
                 self._watch.count_traffic(*ray.get(ready))
