@@ -56,6 +56,7 @@ class TrainingConfig:
     synthetic: float = 0.15  # densities: share of worlds of synthetic landmarks, which are long rows and no blobs
     altered: float = 1.0  # densities: times the usual shares of worlds whose space is altered
     clusters: float = 0.0  # densities: share of worlds of Gaussian clusters
+    alike: float = 0.0  # densities: share of worlds in which all classes have about the same few images
     ordinary: float = 0.0  # densities: share of the updates, the first ones, that meet neither of these two
     adapted: float = 0.0  # densities: share of worlds whose space is adapted to them, as that of an augmented index is
     hop_every: int = 0  # densities: of so many batches one is a world augmented through hops; 0: none
@@ -204,7 +205,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: 0 < value < float("inf"),
         "use a number above 0",
     ),
-    ("drop_max ema synthetic clusters ordinary", lambda value: 0 <= value < 1, "use a share from 0 to below 1"),
+    ("drop_max ema synthetic clusters alike ordinary", lambda value: 0 <= value < 1, "use a share from 0 to below 1"),
     ("altered adapted", lambda value: 0 <= value <= 1, "use a number from 0 to 1"),
     ("world_classes world_images", lambda value: 0 < value <= 1, "use a share above 0"),
     (

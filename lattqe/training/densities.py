@@ -4,7 +4,7 @@ A network that has met only large classes averages whatever it finds; where one 
 destroys the result. Here each batch is a world of its own: one set or several, at one of several widths, sometimes
 in a space that another descriptor would give, sometimes synthetic landmarks or clusters; its classes are whole, or
 each is cut to a number of its own, or all of one set's are cut to the same number while the others stay whole as
-distractors.
+distractors, or all of them are cut alike: in such a collection no list shows what a large class looks like.
 """
 
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ ONE_SET = 0.45  # share of the worlds that are made of one set; the others mix t
 # Shares of the ways in which classes are cut; what is left: a random part of the classes is cut.
 ALL_WHOLE, ONE_SET_CUT, EACH_CUT = 0.45, 0.3, 0.12
 MOST_CUT = 40  # images of a class in worlds where one set is cut
+MOST_ALIKE = 16  # images to be found of a class in worlds where all are cut alike
 WHITENED, SHIFTED = 0.15, 0.25  # shares of the worlds whose space is scaled otherwise, and whose mean is not zero
 NOISY, ROUNDED, BENT, RECTIFIED = 0.04, 0.03, 0.04, 0.08  # shares of those altered in one of these ways besides
 UNITS = (64, 512)  # columns, at least and at most, of worlds that are never negative
@@ -83,8 +84,10 @@ class DensitySampler:
             )
         return pools
 
-    def pool(self, rng: np.random.Generator, clusters: float) -> Pool:
-        """The rows of one set or of several, or a synthetic world; clusters: how often nothing but those."""
+    def pool(self, rng: np.random.Generator, clusters: float, joined: bool) -> Pool:
+        """The rows of one set or of several, or a synthetic world; clusters: how often nothing but those; joined: of
+        all sets, as classes of a few images make few rows.
+        """
         kind = rng.random()
         if kind < self.config.synthetic:
             return self.synthetic[rng.integers(len(self.synthetic))]
@@ -92,6 +95,7 @@ class DensitySampler:
             return _clusters(rng)
         sets = len(self.data.bounds) - 1
         several = 1 if sets == 1 or rng.random() < ONE_SET else int(rng.integers(2, sets + 1))
+        several = sets if joined else several
         chosen = rng.permutation(sets)[:several]
         width = int(rng.choice(self.widths))
         ranges = [np.arange(self.data.bounds[s], self.data.bounds[s + 1]) for s in chosen]
@@ -105,12 +109,13 @@ class DensitySampler:
 
     def world(self, rng: np.random.Generator, most: int, ordinary: bool) -> World:
         """Some rows of a pool, at most `most` of them; ordinary: in a space that is not altered, and no clusters."""
-        pool = self.pool(rng, 0.0 if ordinary else self.config.clusters)
+        alike = self.config.alike > 0 and bool(rng.random() < self.config.alike)
+        pool = self.pool(rng, 0.0 if ordinary else self.config.clusters, joined=alike)
         order = rng.permutation(len(pool.labels))
         _, first, inverse, sizes = np.unique(
             pool.labels[order], return_index=True, return_inverse=True, return_counts=True
         )
-        limit, asked = _limits(rng, sizes, pool.sets[order][first])
+        limit, asked = _cut_alike(rng, len(sizes)) if alike else _limits(rng, sizes, pool.sets[order][first])
         by_class = np.argsort(inverse, kind="stable")
         place = np.empty(len(order), dtype=np.int64)  # of a row among the rows of its class, in random order
         place[by_class] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -256,6 +261,13 @@ def _limits(
         draws = rng.uniform(np.log(2), np.log(18), count)
         limit = np.where(some, np.exp(draws if rng.random() < 0.5 else draws[0]).astype(np.int64), limit)
     return np.where(present, limit, 0), asked
+
+
+def _cut_alike(rng: np.random.Generator, count: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """As `_limits`: every class has about the same few images, a query's and at least one to be found."""
+    m = 1 + np.exp(max(0.0, rng.uniform(-1, np.log(MOST_ALIKE))))  # a quarter of these: one image to be found
+    limit = np.full(count, m) if rng.random() < 0.6 else np.maximum(2, m * np.exp(rng.normal(0, 0.5, count)))
+    return limit.astype(np.int64), np.ones(count, dtype=bool)
 
 
 def _shrunk(

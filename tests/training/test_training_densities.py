@@ -106,6 +106,17 @@ def test_worlds_are_dense_and_sparse(data, config):
     assert {8, 16} <= widths <= {8, 16, 64}  # 64: rectified
 
 
+def test_worlds_cut_alike_have_no_large_class(data):
+    sampler = DensitySampler(data, preset("universal", 16, [*SMALL, "alike=0.99", "world_rows=1000"]))
+    worlds = [sampler.world(np.random.default_rng(seed), 1000, ordinary=False) for seed in range(40)]
+    spread = [np.bincount(world.labels) for world in worlds]
+    assert all(world.asked.all() for world in worlds)
+    even = [counts for counts in spread if counts.max() == counts.min()]
+    assert len(even) > 10, "most have one number for all classes"
+    assert min(counts.max() for counts in spread) == 2, "one image to be found, of every class"
+    assert max(map(len, spread)) == 60, "the classes of all three sets"
+
+
 def test_the_dense_hop_of_training_is_the_sparse_hop_of_use(data):
     x = torch.from_numpy(data.vectors[:90].astype(np.float32))
     scores = x @ x.T
