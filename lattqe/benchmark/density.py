@@ -1,9 +1,10 @@
 """Will it help my collection? The same sets cut to 1, 2, 4, 8, 16 and all relevant images, alone and among distractors.
 
 What decides whether an expansion helps is how many of a query's nearest rows are right. Each labelled set is cut to m
-images of every class (drawn by a fixed seed; queries are apart), with and without the other sets' rows as distractors,
-at several widths. Every rival has its one best setting over all cells and is also tuned for each cell; the model has
-the one setting that ships with it.
+images of every class (drawn by a fixed seed; queries are apart), alone, with the other sets' rows as distractors, and
+with those of the others after they were cut alike (a collection without any large class), at several widths. Every
+rival has its one best setting over all cells and is also tuned for each cell; the model has the one setting that ships
+with it.
 """
 
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ from lattqe.store import FeatureSet
 from lattqe.store.features import comparable_labels
 
 RELEVANT = (1, 2, 4, 8, 16, 0)  # images of each class in the database; 0: all
+ALONE, WHOLE, ALIKE = "no", "yes", "cut alike"  # distractors: none, the other sets' rows, these cut to as few
 SEED = 0
 MOST_QUERIES = 500  # held out where a set comes without any
 
@@ -58,18 +60,18 @@ class LabelledSet:
 
 @dataclass(frozen=True)
 class DensityCell:
-    """One data set of the grid: which set, how many columns, how many relevant images (0: all), distractors or not."""
+    """One data set of the grid: which set, how many columns, how many relevant images (0: all), which distractors."""
 
     dataset: Dataset
     source: str
     columns: int
     relevant: int
-    crowded: bool
+    distractors: str
 
     @property
-    def group(self) -> tuple[int, bool, int]:
-        """What its mean is taken over: cells of all sets alike."""
-        return self.columns, self.crowded, self.relevant
+    def group(self) -> tuple[int, str, int]:
+        """What its mean is taken over: the same cell of all sets."""
+        return self.columns, self.distractors, self.relevant
 
 
 def load_photo_sets(data: str | None, widths: Sequence[int]) -> list[LabelledSet]:
@@ -133,8 +135,22 @@ def cut(one: LabelledSet, relevant: int, seed: int = SEED) -> np.ndarray:
     return np.flatnonzero(keep_of_each(one.labels, relevant, seed))
 
 
+SUFFIXES = {ALONE: "", WHOLE: "-crowded", ALIKE: "-alike"}  # of a cell's name
+
+
+def _kinds(relevant: int) -> tuple[str, ...]:
+    """The distractors that a cell of so many relevant images is measured with; whole sets cannot be cut alike."""
+    return (ALONE, WHOLE, ALIKE) if relevant else (ALONE, WHOLE)
+
+
+def _distractors(other: LabelledSet, relevant: int) -> tuple[np.ndarray, list[str], np.ndarray]:
+    """Rows of another set, or so many of each of its classes, with the label -1, of no class."""
+    rows = cut(other, relevant)
+    return other.xb[rows], [f"{other.name}/{other.ids[row]}" for row in rows], np.full(len(rows), -1, dtype=np.int32)
+
+
 def make_cells(sets: Sequence[LabelledSet], folder: str, relevant: Sequence[int] = RELEVANT) -> list[DensityCell]:
-    """Cut all sets and store them; distractors are the other sets' rows, with the label -1, of no class."""
+    """Cut all sets and store them, each alone and with the other sets' rows as distractors."""
     cells = []
     for one in sets:
         columns = one.xb.shape[1]
@@ -146,24 +162,13 @@ def make_cells(sets: Sequence[LabelledSet], folder: str, relevant: Sequence[int]
         for m in relevant:
             rows = cut(one, m)
             own = (one.xb[rows], [one.ids[row] for row in rows], one.labels[rows])
-            for crowded in (False, True) if others else (False,):
-                more = (
-                    [
-                        (
-                            other.xb,
-                            [f"{other.name}/{each}" for each in other.ids],
-                            np.full(len(other.xb), -1, dtype=np.int32),
-                        )
-                        for other in others
-                    ]
-                    if crowded
-                    else []
-                )
-                name = f"{one.name}-{columns}-{m or 'all'}{'-crowded' if crowded else ''}"
+            for kind in _kinds(m) if others else (ALONE,):
+                more = [] if kind == ALONE else [_distractors(other, m if kind == ALIKE else 0) for other in others]
+                name = f"{one.name}-{columns}-{m or 'all'}{SUFFIXES[kind]}"
                 database = store(
-                    f"{base}/{name}", [own, *more], columns, {**origin, "relevant": m, "distractors": crowded}
+                    f"{base}/{name}", [own, *more], columns, {**origin, "relevant": m, "distractors": kind}
                 )
-                cells.append(DensityCell(Dataset(name, database.uri, queries.uri), one.name, columns, m, crowded))
+                cells.append(DensityCell(Dataset(name, database.uri, queries.uri), one.name, columns, m, kind))
     return cells
 
 
@@ -257,7 +262,7 @@ def gains(run: Run, cells: Sequence[DensityCell], source: Source) -> dict[str, A
                 "set": cell.source,
                 "columns": cell.columns,
                 "relevant": cell.relevant,
-                "crowded": cell.crowded,
+                "distractors": cell.distractors,
                 "map": {row.label: tried_on(cell.dataset, (row.pipeline,), source.lookup)[0] for row in rows},
             }
             for cell in cells
@@ -267,7 +272,7 @@ def gains(run: Run, cells: Sequence[DensityCell], source: Source) -> dict[str, A
 
 def _group(run: Run, rows: Sequence[Row], cells: Sequence[DensityCell], source: Source) -> dict[str, Any]:
     """One group of cells: a line for each row, and the intervals of what is learned."""
-    columns, crowded, relevant = cells[0].group
+    columns, distractors, relevant = cells[0].group
     lines = [_line(row, cells, source) for row in rows]
     rivals = [line for line in lines if not is_learned(line["method"]) and line["method"] != "none"]
     rivals = [line for line in rivals if line["tuned"] is not None]
@@ -288,7 +293,7 @@ def _group(run: Run, rows: Sequence[Row], cells: Sequence[DensityCell], source: 
     ]
     return {
         "columns": columns,
-        "crowded": crowded,
+        "distractors": distractors,
         "relevant": relevant,
         "sets": len(cells),
         "rows": int(np.mean([source.sizes(cell.dataset.name)[0] for cell in cells])),

@@ -293,18 +293,21 @@ def _group_name(group: Mapping[str, Any]) -> str:
     return str(group["relevant"] or "all")
 
 
+FIGURES = {"no": "", "yes": "-distractors", "cut alike": "-cut-alike"}  # how the figure of a block is called
+AMONG = {"no": "no distractors", "yes": "among distractors", "cut alike": "among distractors cut to as few images"}
+
+
 def blocks(results: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """The groups of one width, with or without distractors, under one title."""
-    found: dict[tuple[int, bool], list[Mapping[str, Any]]] = {}
+    """The groups of one width and one kind of distractors, under one title."""
+    found: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
     for group in results["groups"]:
-        found.setdefault((group["columns"], group["crowded"]), []).append(group)
+        found.setdefault((group["columns"], group["distractors"]), []).append(group)
     return [
         (
-            f"{columns} columns, {'among distractors' if crowded else 'no distractors'} "
-            f"({groups[0]['sets']} set{'s' if groups[0]['sets'] > 1 else ''})",
+            f"{columns} columns, {AMONG[distractors]} ({groups[0]['sets']} set{'s' if groups[0]['sets'] > 1 else ''})",
             groups,
         )
-        for (columns, crowded), groups in found.items()
+        for (columns, distractors), groups in found.items()
     ]
 
 
@@ -358,7 +361,7 @@ def density_csv(results: Mapping[str, Any]) -> str:
                     plain_cell(cell["set"]),
                     cell["columns"],
                     cell["relevant"] or "all",
-                    "yes" if cell["crowded"] else "no",
+                    cell["distractors"],
                     plain_cell(label),
                     UNMEASURED if value is None else f"{value:.6f}",
                 ]
@@ -370,7 +373,7 @@ def density_illustrations(results: Mapping[str, Any]) -> list[Illustration]:
     """The figure of each block: gain over density."""
     return [
         Illustration(
-            f"gain-{groups[0]['columns']}{'-distractors' if groups[0]['crowded'] else ''}",
+            f"gain-{groups[0]['columns']}{FIGURES[groups[0]['distractors']]}",
             title,
             verdict(groups),
             (density_gains(title, groups),),

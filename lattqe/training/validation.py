@@ -111,7 +111,8 @@ def load_set(
 def density_sets(
     sets: list[ValidationSet], densities: tuple[int, ...], width: int, queries: int, shift: float = 0.0
 ) -> list[ValidationSet]:
-    """The sets at their first columns, whole and cut to each density, alone and with the others as distractors.
+    """The sets at their first columns, whole and cut to each density, alone and with the others as distractors, these
+    whole or, where the set is cut, cut alike.
 
     At most so many queries of each set, chosen once. shift: the length of a mean that is added to all unit vectors, as
     descriptors have that were never centred. A set whose queries are rows of its database stays whole: cutting it
@@ -122,19 +123,27 @@ def density_sets(
     space = f"{width} columns" + (f" shifted by {shift:g}" if shift else "")
     for number, one in enumerate(narrow):
         result.append(dataclasses.replace(one, name=f"{one.name}, {space}"))
-        others = [other.xb for place, other in enumerate(narrow) if place != number]
+        others = [other for place, other in enumerate(narrow) if place != number]
         if one.query_rows is not None:
             continue
-        distractors = np.full(sum(map(len, others)), -1)
         for m in (*densities, None):
-            kept = np.ones(len(one.labels), dtype=bool) if m is None else keep_of_each(one.labels, m)
-            name, xb, labels = f"{one.name}, {space}, {m or 'all'} relevant", one.xb[kept], one.labels[kept]
+            name, kept = f"{one.name}, {space}, {m or 'all'} relevant", _kept(one, m)
             if m is not None:
-                result.append(dataclasses.replace(one, name=name, xb=xb, labels=labels))
-            if others:
-                xb, labels = np.concatenate([xb, *others]), np.concatenate([labels, distractors])
-                result.append(dataclasses.replace(one, name=f"{name} among others", xb=xb, labels=labels))
+                result.append(dataclasses.replace(one, name=name, xb=one.xb[kept], labels=one.labels[kept]))
+            for kind, cut in (
+                (("among others", None), ("among others cut alike", m)) if m else (("among others", None),)
+            ):
+                more = [other.xb[_kept(other, cut)] for other in others]
+                if more:
+                    labels = np.concatenate([one.labels[kept], np.full(sum(map(len, more)), -1)])
+                    xb = np.concatenate([one.xb[kept], *more])
+                    result.append(dataclasses.replace(one, name=f"{name} {kind}", xb=xb, labels=labels))
     return result
+
+
+def _kept(one: ValidationSet, m: int | None) -> NDArray[np.bool_]:
+    """The rows (nb,) that stay where every class is cut to m images; None: all."""
+    return np.ones(len(one.labels), dtype=bool) if m is None else keep_of_each(one.labels, m)
 
 
 def _narrowed(one: ValidationSet, width: int, queries: int, shift: float) -> ValidationSet:

@@ -59,12 +59,16 @@ def test_every_class_keeps_so_many_images_always_the_same(relevant: int) -> None
 def test_cells_hold_the_cut_rows_and_distractors_that_are_relevant_to_nothing(tmp_path: Path) -> None:
     sets = [labelled("a"), labelled("b", seed=1)]
     cells = make_cells(sets, str(tmp_path), relevant=(2, 0))
-    assert [cell.group for cell in cells] == [(16, False, 2), (16, True, 2), (16, False, 0), (16, True, 0)] * 2
+    kinds = [("no", 2), ("yes", 2), ("cut alike", 2), ("no", 0), ("yes", 0)]
+    assert [cell.group for cell in cells] == [(16, kind, m) for kind, m in kinds] * 2
     crowded = Inputs.open(cells[1].dataset)
     assert crowded.database.rows == 2 * 8 + 80
     np.testing.assert_array_equal(crowded.truth.counts, np.full(16, 2))
+    alike = Inputs.open(cells[2].dataset)
+    assert alike.database.rows == 2 * 8 + 2 * 8
+    np.testing.assert_array_equal(alike.truth.counts, np.full(16, 2))
     alone = make_cells(sets[:1], str(tmp_path / "alone"), relevant=(1,))
-    assert [cell.crowded for cell in alone] == [False]
+    assert [cell.distractors for cell in alone] == ["no"]
 
 
 def test_a_users_own_sets_get_an_answer(tmp_path: Path) -> None:
@@ -83,7 +87,7 @@ def test_a_users_own_sets_get_an_answer(tmp_path: Path) -> None:
     page = (tmp_path / "results" / "report.html").read_text()
     assert "gain in mAP (points)" in page
     figures = sorted((tmp_path / "results" / "figures").iterdir())
-    assert [each.name for each in figures] == ["gain-16-distractors.svg", "gain-16.svg"]
+    assert [each.name for each in figures] == ["gain-16-cut-alike.svg", "gain-16-distractors.svg", "gain-16.svg"]
     for figure in figures:  # each is the page's own, and a whole document by itself
         assert figure.read_text() in page
         assert ElementTree.parse(figure).getroot().tag == "{http://www.w3.org/2000/svg}svg"

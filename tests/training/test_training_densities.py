@@ -217,17 +217,19 @@ def test_validation_meets_every_width_and_density():
         return ValidationSet(name, x, labels, x[:10] + 0.1, labels[:10])
 
     cells = density_sets([one("a"), one("b")], (1, 3), 4, queries=6)
-    assert [cell.name for cell in cells[:6]] == [
+    assert [cell.name for cell in cells[:8]] == [
         "a, 4 columns",
         "a, 4 columns, 1 relevant",
         "a, 4 columns, 1 relevant among others",
+        "a, 4 columns, 1 relevant among others cut alike",
         "a, 4 columns, 3 relevant",
         "a, 4 columns, 3 relevant among others",
+        "a, 4 columns, 3 relevant among others cut alike",
         "a, 4 columns, all relevant among others",
     ]
-    assert len(cells) == 2 * 6
-    assert [len(cell.xb) for cell in cells[:6]] == [40, 5, 45, 15, 55, 80]
-    for cell in cells[1:3]:
+    assert len(cells) == 2 * 8
+    assert [len(cell.xb) for cell in cells[:8]] == [40, 5, 45, 10, 15, 55, 30, 80]
+    for cell in cells[1:4]:
         assert (np.bincount(cell.labels[cell.labels >= 0]) == 1).all()
     assert all(len(cell.xq) == 6 and np.allclose(np.linalg.norm(cell.xb, axis=1), 1, atol=1e-5) for cell in cells)
 
