@@ -19,12 +19,11 @@ from cluster.monitor import Tally
 from cluster.reach import Reach, ShardReader, choose_reach, open_shards
 from cluster.session import gpus_available
 from cluster.shards import ShardedIndex
-from lattqe.augmentation import ADAPTATION, ADAPTED, Augmentation, AugmentSummary, adapt
 from lattqe.augmentation.bands import HopWorker, Schedule, until_sound
 from lattqe.augmentation.bands import Item as HopItem
 from lattqe.augmentation.bands import rows_of as hop_rows
 from lattqe.augmentation.index import Item, items_to_do, rows_of, worker_class
-from lattqe.augmentation.recipe import HopTask
+from lattqe.augmentation.recipe import ADAPTATION, ADAPTED, Augmentation, AugmentSummary, HopTask, adapt
 from lattqe.cost.augment import WorkerMemory, augmentation_memory, hop_buffers, weighing_of
 from lattqe.cost.plans import Rows
 from lattqe.cost.stages import adapting_memory
@@ -115,8 +114,8 @@ def build_index(
 ) -> AugmentSummary:
     """Compute and publish all missing parts of `task.to` with `workers` actors; `on_rows(n)` after each n rows.
 
-    As `lattqe.augmentation.build_index` does in this process, with the same bytes. Without `workers` there is one for
-    each GPU or core, of nodes that join later too. `resources` is what one actor asks Ray for, as in
+    As `lattqe.augmentation.index` does in this process, with the same bytes. Without `workers` there is one for each
+    GPU or core, of nodes that join later too. `resources` is what one actor asks Ray for, as in
     `{"num_cpus": 1, "num_gpus": 1}`. `reach` says how workers reach the vectors, by default as
     `choose_reach` does; with `shards` they gather them from shards that are there. `pending` knows which parts were
     checked already. The manifest is the caller's.
@@ -168,8 +167,8 @@ def adapted_rows(
     workers: int | None = None,
     cache: str | None = None,
 ) -> tuple[FeatureSet, dict[str, int]]:
-    """As `lattqe.augmentation.adapted_rows` does in this process, with the same bytes; and the memory of the largest
-    worker, predicted and real, mapped files included.
+    """As `lattqe.augmentation.recipe` does in this process, with the same bytes; and the memory of the largest worker,
+    predicted and real, mapped files included.
     """
     whitening, adapted = (f"{to.rstrip('/')}/{each}" for each in (ADAPTATION, ADAPTED))
     with ShardedIndex(original.uri, workers, cache=cache) as index:

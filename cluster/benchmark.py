@@ -16,7 +16,7 @@ import numpy as np
 from cluster import runs_here
 from cluster.benchmark_indexes import Indexes
 from cluster.shards import ShardedIndex
-from lattqe.augmentation import adaptation_for
+from lattqe.augmentation.recipe import adaptation_for
 from lattqe.benchmark.cells import NOT_MEASURED, Cell, Inputs, Measured, deepest, finished_graphs, measure, method_of
 from lattqe.benchmark.choosing import missing_cells, rows_key, unplanned
 from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting

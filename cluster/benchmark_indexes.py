@@ -13,7 +13,7 @@ from cluster import ROWS_HERE, runs_here
 from cluster.graph import build_graph, prepare_graph
 from cluster.indexes import Stage, Workplace, adapted_rows, make_index
 from cluster.shards import ShardedIndex
-from lattqe.augmentation import Augmentation
+from lattqe.augmentation.recipe import Augmentation
 from lattqe.benchmark.cells import ADAPTED, method_of
 from lattqe.benchmark.choosing import rows_key
 from lattqe.benchmark.spec import GRAPH_METHODS, Setting, graph_method

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from lattqe import augmentation
-from lattqe.augmentation import Augmentation, AugmentSummary, begin_index, build_index
+from lattqe.augmentation import recipe
+from lattqe.augmentation.index import begin_index, build_index
+from lattqe.augmentation.recipe import Augmentation, AugmentSummary
 from lattqe.device import pick_device, resident_bytes
 from lattqe.expansion import create
 from lattqe.search.rows import Clock
@@ -141,7 +142,7 @@ def adapted_rows(
     the workers that did it on Ray.
     """
     if where.here:
-        return augmentation.adapted_rows(original, to, on_rows), {}
+        return recipe.adapted_rows(original, to, on_rows), {}
     from cluster.augmentation import adapted_rows as on_workers
 
     return on_workers(original, to, on_rows, workers=where.workers, cache=cache)

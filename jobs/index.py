@@ -20,7 +20,7 @@ from lattqe.store.artifacts import model_address
 
 if TYPE_CHECKING:
     from cluster.indexes import Built, Stage
-    from lattqe.augmentation import Augmentation, AugmentSummary
+    from lattqe.augmentation.recipe import Augmentation, AugmentSummary
     from lattqe.store import FeatureSet, Pending
 
 NAMES = ", ".join(METHODS)
@@ -99,7 +99,7 @@ class OnScreen:
     def adapting(self, original: "FeatureSet", to: str) -> Iterator[Callable[[int], None]]:
         """See `cluster.indexes.Follower`."""
         from lattqe.adaptation import sample_rows
-        from lattqe.augmentation import ADAPTED
+        from lattqe.augmentation.recipe import ADAPTED
 
         looked_at = f"{len(sample_rows(original.rows, original.dim)):,} of {original.rows:,} rows"
         learned = {"learned from": f"the nearest neighbors of {looked_at}, without labels"}

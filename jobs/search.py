@@ -105,7 +105,7 @@ def space_of(sources: "list[FeatureSet]", asked: "FeatureSet") -> "Adaptation | 
     if not any("adaptation" in each.manifest.inputs for each in (asked, *sources)):
         return None  # without importing what only augmentation needs
 
-    from lattqe.augmentation import ADAPTATION, adaptation_for
+    from lattqe.augmentation.recipe import ADAPTATION, adaptation_for
 
     database = sources[0]
     for other in sources[1:]:
@@ -197,7 +197,7 @@ def make_expansion(
             raise LattqeError(f"--{alone[0]} needs --expand: name the method, as in --expand alphaqe")
         return None
 
-    from lattqe.augmentation import is_augmented
+    from lattqe.augmentation.recipe import is_augmented
     from lattqe.device import pick_device
     from lattqe.expansion import create
     from lattqe.expansion.attention import model_inputs

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from scipy.linalg import solve_triangular
 from threadpoolctl import threadpool_limits
 
 from lattqe import adaptation
@@ -202,6 +201,8 @@ def principal(all_rows: Moments, power: float, dim: int | None = None, method: s
 
 def supervised(all_rows: Moments, pairs: PairMoments, dim: int | None = None) -> Whitening:
     """P = Eᵀ L⁻¹: L Lᵀ is the second moment of differences within classes, E the axes of what L⁻¹ makes of all rows."""
+    from scipy.linalg import solve_triangular  # only here: a search in an adapted index does not wait for scipy
+
     lower, added = _cholesky(pairs.differences)
     inverse = solve_triangular(lower, np.eye(len(lower)), lower=True)
     values, vectors = _eigen(inverse @ all_rows.around(pairs.mean) @ inverse.T)

@@ -16,7 +16,8 @@ from hop_world import begun, no_bar, published
 
 from cluster.augmentation import run_hops
 from cluster.session import ray_session
-from lattqe.augmentation import AugmentSummary, bands
+from lattqe.augmentation import bands
+from lattqe.augmentation.recipe import AugmentSummary
 from lattqe.errors import LattqeError
 
 

@@ -14,7 +14,6 @@ from lattqe.device import gpu_or_none
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
 from lattqe.expansion.base import HOP_ALPHA, Expanded, check_hops
-from lattqe.expansion.diffusion import column_groups, hop
 from lattqe.expansion.rows import augment_rows
 from lattqe.search import Index
 from lattqe.search.index import StoredIndex
@@ -89,6 +88,8 @@ class Cut:
     @cached_property
     def groups(self) -> list[slice]:
         """The columns of each group."""
+        from lattqe.expansion.diffusion import column_groups  # and scipy, which a search need not wait for
+
         return column_groups(self.rows, self.dim, self.group_bytes)
 
     @property
@@ -237,6 +238,8 @@ def recompute(index: FeatureSet, count: int, seed: int = 0, cache: str | None = 
         off = _check_edges(recipe.edges, rows, done, max(EDGE_TOLERANCE, coarse))
         if not hops_again(index):
             return off
+        from lattqe.expansion.diffusion import hop
+
         expected = hop(*recipe.edges.read(), recipe.features.read(), recipe.hop_alpha, recipe.hops)[rows]
     deviation = np.abs(index.gather(rows).astype(np.float32) - expected).max(axis=1, initial=0.0)
     worst = int(deviation.argmax()) if len(rows) else 0

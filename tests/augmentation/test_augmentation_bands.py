@@ -5,9 +5,8 @@ import pytest
 import torch
 from hop_world import ALPHA, DIM, HOPS, ROWS, begun, expected, make_world, no_bar, published
 
-from lattqe.augmentation import AugmentSummary
 from lattqe.augmentation.bands import FOLDER, HopWorker, Schedule, StaleHopsError, run_hops
-from lattqe.augmentation.recipe import HopTask
+from lattqe.augmentation.recipe import AugmentSummary, HopTask
 from lattqe.device import planned_device
 from lattqe.errors import LattqeError
 from lattqe.store import FeatureSet, FeatureWriter

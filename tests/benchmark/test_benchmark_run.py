@@ -11,7 +11,7 @@ from benchmark_sets import FACTS, FIXED, fill, rows_of, small_run
 import lattqe
 from cluster.benchmark import Bench
 from jobs.benchmark import approximate_warnings
-from lattqe.augmentation import adapted_rows
+from lattqe.augmentation.recipe import adapted_rows
 from lattqe.benchmark.cells import Cell, Inputs
 from lattqe.benchmark.choosing import choose_rows, mean_map
 from lattqe.benchmark.results import assemble

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.benchmark_indexes import Indexes
 from cluster.indexes import Stage, Workplace, make_index
-from lattqe.augmentation import Augmentation
+from lattqe.augmentation.recipe import Augmentation
 from lattqe.benchmark.spec import Setting
 from lattqe.search.rows import Clock
 from lattqe.search.stored import publish_graph
