@@ -10,8 +10,8 @@ import ray
 
 from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
 from cluster.graph_worker import places
-from cluster.monitor import Tally
-from cluster.session import gpus_available, require_resources, worker_device
+from cluster.monitor import Tally, require_resources
+from cluster.session import gpus_available, worker_device
 from lattqe.errors import LattqeError
 from lattqe.extraction.encoder import EncoderSpec, open_encoder
 from lattqe.extraction.image import Framing, ImageList

@@ -20,7 +20,7 @@ from lattqe.search.rows import Clock
 from lattqe.store import FeatureSet, Manifest, NeighborGraph, Pending
 
 if TYPE_CHECKING:
-    from cluster.reach import Reach
+    from cluster.augmentation import Reach
 
 OnRows = Callable[[int], None]
 

@@ -19,8 +19,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.blocks import ACTOR_LOST
-from cluster.monitor import Watch
-from cluster.session import GROW_SECONDS, fitting_threads, require_resources, worker_device
+from cluster.monitor import Watch, fitting_threads, require_resources
+from cluster.session import GROW_SECONDS, worker_device
 from lattqe.errors import LattqeError
 from lattqe.store.local import scratch_folder
 

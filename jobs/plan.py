@@ -101,7 +101,7 @@ def cluster_machines(address: str | None) -> "Machines":
     if address is None and not os.environ.get("RAY_ADDRESS"):
         return replace(this_machine(), asked=None)
     with on_ray(address):
-        from cluster.session import connected_machines
+        from cluster.monitor import connected_machines
 
         return connected_machines()
 
@@ -281,7 +281,7 @@ def hypothetical(rows: "Rows", k: int, method: str | None, hops: int | None, whe
     from lattqe.cost.augment import weighing, weighing_of
     from lattqe.cost.work import Stored
     from lattqe.expansion import create
-    from lattqe.model.config import LAttQEConfig
+    from lattqe.model.network import LAttQEConfig
 
     if method is None:
         if hops is not None:

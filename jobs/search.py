@@ -59,7 +59,7 @@ def main(
 
     Example: lattqe search index queries -k 100 --expand lattqe --model model --to ranks
     """
-    from lattqe.own_rows import own_rows
+    from lattqe.duplicates import own_rows
     from lattqe.search.rows import check_k
     from lattqe.store import FeatureSet
 

@@ -225,7 +225,7 @@ def ablate(
     from lattqe.store import FeatureSet, open_place
     from lattqe.training import make
     from lattqe.training import preset as configuration
-    from lattqe.training.presets import variants
+    from lattqe.training.config import variants
 
     dim = FeatureSet.open(features[0]).dim
     known = variants(configuration(preset, dim, settings))

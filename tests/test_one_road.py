@@ -19,7 +19,7 @@ import jobs.search
 import lattqe
 from cluster.shards import ShardedIndex
 from jobs.artifacts import verify_app
-from jobs.ranks import evaluate_app
+from jobs.lists import evaluate_app
 from lattqe.benchmark.cells import Inputs, measure
 from lattqe.benchmark.spec import Dataset, Pipeline, Setting
 from lattqe.evaluation import LabelTruth, evaluate

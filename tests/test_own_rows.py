@@ -13,14 +13,14 @@ import jobs.augment
 import jobs.search
 import lattqe
 from cluster.shards import Shard, cut_pieces
-from jobs.ranks import evaluate_app
+from jobs.lists import evaluate_app
 from lattqe.benchmark.cells import Inputs, measure
 from lattqe.benchmark.spec import Dataset, Pipeline, Setting
+from lattqe.duplicates import own_rows
 from lattqe.errors import LattqeError
 from lattqe.evaluation import LabelTruth, evaluate
 from lattqe.evaluation.analysis import JudgedRanks
 from lattqe.expansion import METHODS
-from lattqe.own_rows import own_rows
 from lattqe.report.gallery import neighbor_weights
 from lattqe.search import FlatIndex
 from lattqe.store import FeatureSet, FeatureWriter, Ranks

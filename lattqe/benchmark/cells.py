@@ -14,18 +14,19 @@ import numpy as np
 import xxhash
 
 from lattqe import adaptation
+from lattqe.augmentation.recipe import Augmentation
 from lattqe.benchmark.spec import Dataset, Params, Pipeline, Setting, graph_method
 from lattqe.datasets.revisited import RevisitedSet, load_gnd
 from lattqe.device import peak_bytes
+from lattqe.duplicates import own_rows
 from lattqe.errors import LattqeError
 from lattqe.evaluation import GroundTruth, LabelTruth, Scores, evaluate, score_ranking
 from lattqe.evaluation.analysis import weights_by_rank
-from lattqe.evaluation.labels import label_truth
+from lattqe.evaluation.truth import label_truth
 from lattqe.expansion import METHODS, Method, create
 from lattqe.expansion.diffusion import GraphRows
 from lattqe.expansion.rows import Found, candidates, expand_queries, nearest
 from lattqe.formats.source import local_files
-from lattqe.own_rows import own_rows
 from lattqe.search import Index
 from lattqe.store import FeatureSet, NeighborGraph, read_manifest
 from lattqe.store.manifest import canonical_json
@@ -378,3 +379,11 @@ def _expand(
     k = min(setting.k, candidates(index, exclude))
     profiles = weights_by_rank(done.weights, done.rows[:, 1 : 1 + k], truth)
     return done.vectors, {name: profile.to_dict() for name, profile in profiles.items()}
+
+
+def augmentation_of(features: FeatureSet, dba: Setting, to: str) -> Augmentation:
+    """What a setting makes of some rows; their graph is yet to be named."""
+    params = dict(dba.params) | METHODS[dba.method].row_params
+    hops, alpha, adapted = params.pop("hops", 1), params.pop("hop_alpha", None), params.pop("adapt", False)
+    alpha = method_of(dba, dba=True).hop_alpha(features.rows) if alpha is None else alpha
+    return Augmentation(features.uri, "", to, dba.method, dba.k, params, hops=hops, hop_alpha=alpha, adapt=adapted)

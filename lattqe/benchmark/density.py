@@ -30,11 +30,11 @@ from lattqe.benchmark.spec import (
 )
 from lattqe.datasets.labelled import PHOTO_SETS, load_photos, photos_in
 from lattqe.datasets.prepare import store
+from lattqe.duplicates import own_rows
 from lattqe.errors import LattqeError
 from lattqe.evaluation.analysis import paired_bootstrap
 from lattqe.evaluation.truth import keep_of_each
 from lattqe.expansion import METHODS
-from lattqe.own_rows import own_rows
 from lattqe.store import FeatureSet
 from lattqe.store.features import comparable_labels
 

@@ -12,13 +12,16 @@ relevant and irrelevant neighbors have in common.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from lattqe.errors import LattqeError
-from lattqe.model.config import LAttQEConfig
+
+if TYPE_CHECKING:
+    from lattqe.model.network import LAttQEConfig
 
 POSITION_SCALE = {"zeros": 0.0, "small": 0.02, "normal": 1.0}
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu": F.relu, "gelu": F.gelu}
@@ -44,7 +47,7 @@ class Inputs:
 class Tokens(nn.Module):
     """token_i = content(d_i) + context(rank i, similarity of d_i to the query); each term is optional."""
 
-    def __init__(self, config: LAttQEConfig) -> None:
+    def __init__(self, config: "LAttQEConfig") -> None:
         super().__init__()
         self.config = config
         width = config.token_width
@@ -88,7 +91,7 @@ class Encoder(nn.Module):
     Without attention only the second half remains: items no longer see each other.
     """
 
-    def __init__(self, config: LAttQEConfig) -> None:
+    def __init__(self, config: "LAttQEConfig") -> None:
         super().__init__()
         width = config.token_width
         self.heads = config.heads
@@ -148,7 +151,7 @@ class Encoder(nn.Module):
         return self.down(self.dropout(self.activation(self.up(x))))
 
 
-def _relation_start(config: LAttQEConfig) -> torch.Tensor:
+def _relation_start(config: "LAttQEConfig") -> torch.Tensor:
     """Factors of the similarities: (heads,) zeros; relational (2, heads), half of the heads for each kind.
 
     Similarities differ by tenths within a list: factors of this size let a head see its nearest few.
@@ -168,7 +171,7 @@ def _evenly(first: float, last: float, count: int) -> list[float]:
 class Stack(nn.Module):
     """The encoders in turn, each initialised on its own (`nn.TransformerEncoder` would start with equal copies)."""
 
-    def __init__(self, config: LAttQEConfig) -> None:
+    def __init__(self, config: "LAttQEConfig") -> None:
         super().__init__()
         self.encoders = nn.ModuleList(Encoder(config) for _ in range(config.layers))
         # A pre-LN stack ends on a sum that nothing has normalised.
@@ -200,7 +203,7 @@ class Output:
 class Head(nn.Module):
     """w_i = cos(q̃, d̃_i), or its learned power; for database rows softmax(w / T) with a learned temperature."""
 
-    def __init__(self, config: LAttQEConfig) -> None:
+    def __init__(self, config: "LAttQEConfig") -> None:
         super().__init__()
         self.clamp, self.direct = config.clamp_negative, config.direct
         # Logarithms, so that whatever the optimiser does, powers and temperatures stay above zero.
@@ -325,7 +328,7 @@ def relate(items: torch.Tensor, valid: torch.Tensor, background: torch.Tensor, r
 class RelationalTokens(nn.Module):
     """token_i = mlp(relations of d_i), and content(d_i) where that is wanted too."""
 
-    def __init__(self, config: LAttQEConfig) -> None:
+    def __init__(self, config: "LAttQEConfig") -> None:
         super().__init__()
         width = config.token_width
         self.mlp = nn.Sequential(nn.Linear(FEATURES, width), nn.GELU(), nn.Linear(width, width))
@@ -349,7 +352,7 @@ class SignedHead(Head):
     list; x̂ = norm(norm(Σ w_i d_i) - β b) with β = 0.6 + 0.5 c·x_b for the background b.
     """
 
-    def __init__(self, config: LAttQEConfig) -> None:
+    def __init__(self, config: "LAttQEConfig") -> None:
         super().__init__(config)
         self.weight = nn.Linear(config.token_width, 1)
         self.beta = nn.Linear(config.token_width, 1) if config.background else None

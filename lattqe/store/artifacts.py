@@ -314,7 +314,7 @@ def verify_artifact(uri: str, report: Report = lambda rows: None) -> Manifest:
             load_part(artifact.place, part)
             report(part.bytes)
         if artifact.manifest.kind == "model":
-            from lattqe.model_check import check_model  # which imports this module, and perhaps torch
+            from lattqe.model.network import check_model  # which imports this module, and torch
 
             check_model(uri)
     return artifact.manifest

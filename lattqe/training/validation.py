@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from lattqe.adaptation import adapt_to
 from lattqe.device import room_on
+from lattqe.duplicates import own_rows
 from lattqe.errors import LattqeError
 from lattqe.evaluation import LabelTruth, evaluate
 from lattqe.evaluation.truth import keep_of_each
@@ -18,7 +19,6 @@ from lattqe.expansion.base import Expanded
 from lattqe.expansion.diffusion import hop
 from lattqe.expansion.rows import Found, augment_rows, candidates, expand_queries, nearest
 from lattqe.model import LAttQE
-from lattqe.own_rows import own_rows
 from lattqe.search import FlatIndex, knn_graph
 from lattqe.search.index import SmallIndex
 from lattqe.store import FeatureSet

@@ -9,7 +9,7 @@ import torch
 
 import lattqe
 from cluster import augmentation as on_ray
-from cluster.reach import Nodes, Reach, ShardReader, choose_reach, decide, open_shards
+from cluster.augmentation import Nodes, Reach, ShardReader, choose_reach, decide, open_shards
 from lattqe.augmentation.index import AugmentWorker, build_index, piece_name
 from lattqe.augmentation.recipe import Augmentation
 from lattqe.errors import LattqeError

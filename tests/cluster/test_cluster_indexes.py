@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.benchmark_indexes import Indexes
+from cluster.benchmark import Indexes
 from cluster.indexes import Stage, Workplace, make_index
 from lattqe.augmentation.recipe import Augmentation
 from lattqe.benchmark.spec import Setting

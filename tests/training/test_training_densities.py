@@ -17,11 +17,10 @@ from lattqe.search import FlatIndex
 from lattqe.store import load_model
 from lattqe.training import make, train
 from lattqe.training.checkpoint import Team
+from lattqe.training.config import GATED, preset
 from lattqe.training.densities import DensitySampler, _adapted, _altered, _around, _clusters, unit_rows
-from lattqe.training.losses import hop
 from lattqe.training.plan import join
-from lattqe.training.presets import GATED, preset
-from lattqe.training.stage import Stage
+from lattqe.training.stage import Stage, hop
 from lattqe.training.validation import ValidationSet, density_sets
 
 SMALL = [

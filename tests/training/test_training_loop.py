@@ -16,8 +16,8 @@ from lattqe.store import load_model, open_place
 from lattqe.store.manifest import seal_json
 from lattqe.training import Plan, Progress, Team, train
 from lattqe.training.checkpoint import STATE, Checkpoints, State
+from lattqe.training.config import RELATIONAL, TABLE_2
 from lattqe.training.loop import Training, learning_curve, new_network
-from lattqe.training.presets import RELATIONAL, TABLE_2
 from lattqe.training.sampling import SlotDropout, SlotMasks
 from lattqe.training.stage import NotFiniteError, Stage
 
