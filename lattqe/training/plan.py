@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lattqe.duplicates import own_rows
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE
 from lattqe.model.network import VERSION
@@ -330,13 +331,14 @@ def _with_start(config: TrainingConfig) -> tuple[TrainingConfig, dict[str, Any]]
 
 
 def check_apart(trained: FeatureSet, held_out: FeatureSet, shared_labels: bool) -> None:
-    """Refuse images in both sets and, where labels can be compared, classes in both.
+    """Refuse images in both sets, by id and vector, and, where labels can be compared, classes in both.
 
     Labels can be compared when both sets name their classes, when they were read from one file, or when the user says
     so; otherwise label 7 of one set has nothing to do with label 7 of another.
     """
-    both = np.flatnonzero(trained.find_ids(held_out.id_column()) >= 0)
-    if len(both):
+    rows = own_rows(trained, held_out)
+    if rows is not None:
+        both = np.flatnonzero(rows >= 0)
         raise LattqeError(
             f"{len(both)} images of {held_out.uri} are also in {trained.uri} "
             f"(id {min(held_out.gather_ids(both))!r}): "

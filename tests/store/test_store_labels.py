@@ -91,6 +91,16 @@ def test_training_joins_and_separates_by_name(tmp_path):
     check_apart(a, write(tmp_path / "apart", ["dog", "emu"], first=20), shared_labels=False)
 
 
+def test_validation_images_are_training_images_only_if_the_vectors_agree_too(tmp_path):
+    """Ids that are mere numbers occur in every set."""
+    trained = write(tmp_path / "trained", ["bee", "cat"])
+    check_apart(trained, write(tmp_path / "numbered-alike", ["dog", "emu"]), shared_labels=False)
+    with FeatureWriter(str(tmp_path / "copied"), 8, labels=True, label_names=["dog"]) as writer:
+        writer.append(trained.read(), trained.ids(), np.zeros(2, np.int32))
+    with pytest.raises(LattqeError, match=r"2 images of .*copied are also in .*'id-0'"):
+        check_apart(trained, FeatureSet.open(str(tmp_path / "copied")), shared_labels=False)
+
+
 def test_labels_without_a_name_are_found(tmp_path):
     with FeatureWriter(str(tmp_path / "set"), 4, labels=True, label_names=["a", "b"]) as writer:
         writer.append(np.eye(4), list("wxyz"), np.array([0, 1, 2, 0]))
