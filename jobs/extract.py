@@ -48,9 +48,7 @@ def main(
     checkpoint: Annotated[str | None, typer.Option(help="network file: .pth, torch.export or TorchScript")] = None,
     model: Annotated[str | None, typer.Option(help="backbone: timm:NAME, torchvision:NAME or open_clip:NAME")] = None,
     weights: Annotated[str | None, typer.Option(help="with --model: its state dict, .safetensors or .pth")] = None,
-    pool: Annotated[
-        str, typer.Option(help="with --model: cls, gem or mean; default cls if it has one, else gem")
-    ] = "auto",
+    pool: Annotated[str, typer.Option(help="with --model: cls, gem or mean; default: cls, else gem")] = "auto",
     encoder: Annotated[str | None, typer.Option(help="module:function that returns an encoder")] = None,
     scales: Annotated[str | None, typer.Option(help="relative sizes, averaged; default 1,0.7071,1.4142")] = None,
     size: Annotated[int | None, typer.Option(help="limit of the long side in pixels; default 1024")] = None,
@@ -62,18 +60,12 @@ def main(
     max_bad: MaxBad = None,
     max_pixels: Annotated[int, typer.Option(help="skip images that are larger according to their header")] = 89_000_000,
     exif: Annotated[bool, typer.Option("--exif/--no-exif", help="rotate images according to their EXIF tag")] = True,
-    mean: Annotated[
-        str | None, typer.Option(help="R,G,B mean for normalising the input; default: the encoder's")
-    ] = None,
-    std: Annotated[
-        str | None, typer.Option(help="R,G,B deviation for normalising the input; default: the encoder's")
-    ] = None,
+    mean: Annotated[str | None, typer.Option(help="R,G,B mean of the input; default: the encoder's")] = None,
+    std: Annotated[str | None, typer.Option(help="R,G,B deviation of the input; default: the encoder's")] = None,
     dtype: Annotated[str, typer.Option(help="float16 or float32")] = "float16",
     batch: Annotated[int, typer.Option(help="images of equal size to encode together")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    workers: Annotated[
-        int | None, typer.Option(help="workers, each with a network; default one per GPU or CPU")
-    ] = None,
+    workers: Annotated[int | None, typer.Option(help="each with a network; default: one per GPU or CPU")] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster to join; default: this machine")] = None,
     plan: Plan = False,
     assume: Assume = None,

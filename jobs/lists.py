@@ -143,6 +143,14 @@ def write_csv(path: Path, judged: "JudgedRanks", scores: "dict[str, Scores]") ->
 
 evaluate_app = command(evaluate)
 
+# Options of the gallery alone.
+Truth = Annotated[str | None, typer.Option(help="Ground truth, gnd_*.pkl or .json; default: labels, if there are any.")]
+Setup = Annotated[str | None, typer.Option(help="easy, medium or hard of a revisited ground truth; default medium.")]
+Order = Annotated[
+    str | None,
+    typer.Option(help="change, gain, loss, worst, best or order; default: change with --against, else worst."),
+]
+
 
 def gallery(
     ranks: Annotated[str, typer.Argument(help="Ranks written by `lattqe search`: a folder or s3://bucket/prefix.")],
@@ -152,16 +160,9 @@ def gallery(
     ],
     to: Annotated[str, typer.Option("--to", help="The page: a file or s3://bucket/name.html.")] = "gallery.html",
     against: Annotated[str | None, typer.Option(help="Other ranks of the same queries, shown above these.")] = None,
-    truth: Annotated[
-        str | None, typer.Option(help="Ground truth, gnd_*.pkl or .json; default: labels, if there are any.")
-    ] = None,
-    setup: Annotated[
-        str | None, typer.Option(help="easy, medium or hard of a revisited ground truth; default medium.")
-    ] = None,
-    sort: Annotated[
-        str | None,
-        typer.Option(help="change, gain, loss, worst, best or order; default: change with --against, else worst."),
-    ] = None,
+    truth: Truth = None,
+    setup: Setup = None,
+    sort: Order = None,
     queries: Annotated[int, typer.Option(min=1, help="Queries to show.")] = 200,
     results: Annotated[int, typer.Option(min=1, help="Results to show per list.")] = 10,
     database: Annotated[str | None, typer.Option(help="The searched features, if they have moved.")] = None,

@@ -52,7 +52,6 @@ class Schedule(StrEnum):
 PROGRESS_UNIT = 1_000_000  # products of two vectors
 RECALL = 0.95
 
-
 # Options of this verb alone.
 Against = Annotated[
     str | None,
@@ -69,10 +68,7 @@ EngineOption = Annotated[
     Engine, typer.Option(help="faiss: let faiss find candidates, then certify each list; the graph is the same.")
 ]
 Approximate = Annotated[
-    bool,
-    typer.Option(
-        "--approximate", help="Trade some neighbors for speed; the recall is measured and stored with the graph."
-    ),
+    bool, typer.Option("--approximate", help="Trade some neighbors for speed; the recall is measured and stored.")
 ]
 Recall = Annotated[
     float | None, typer.Option(help=f"With --approximate: share of the true neighbors to find; default {RECALL}.")

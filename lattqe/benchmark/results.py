@@ -231,11 +231,7 @@ def table3(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]
         }
         lines.append(
             {
-                "kind": row.kind,
-                "method": row.method,
-                "label": row.label,
-                "choose": row.choose,
-                **describe_steps(row.pipeline),
+                **_described(row),
                 "map": values,
                 "precision": precision,
                 "mean": _mean(values),
@@ -243,6 +239,12 @@ def table3(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]
             }
         )
     return lines
+
+
+def _described(row: Row) -> dict[str, Any]:
+    """What every table says of a row beside its numbers."""
+    named = {"kind": row.kind, "method": row.method, "label": row.label, "choose": row.choose}
+    return {**named, **describe_steps(row.pipeline)}
 
 
 def table2(run: Run, lookup: Lookup) -> list[dict[str, Any]]:
@@ -294,11 +296,7 @@ def everything(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, 
         best = {dataset.name: tried_on(dataset, row.tried, source.lookup) for dataset in tested}
         lines.append(
             {
-                "kind": row.kind,
-                "method": row.method,
-                "label": row.label,
-                "choose": row.choose,
-                **describe_steps(row.pipeline),
+                **_described(row),
                 "map": values,
                 "mean": mean_of(list(values.values())),
                 "tried": len(row.tried),

@@ -21,6 +21,7 @@ from lattqe.cost.graph import (
     fitting_rows,
     graph_of_pairs,
     graph_products,
+    graph_seconds,
     harmonic,
     overlaps,
     plan_pairs,
@@ -169,10 +170,7 @@ def graph_of_rows(
     reading = sum((Requests(gets=gets_of(size)) * count for size, count in zip(lists, assembled)), Requests())
     opens = len(sets) * (machines.workers + OPENS_HERE)
     scored = k * rows * harmonic(max(-(-rows // visitor_rows(dim)), 1))
-    if products_per_second is None:
-        seconds = cut.products * product_seconds(dim, machines) + scoring_seconds(scored, dim, machines.threads)
-    else:
-        seconds = cut.products / products_per_second
+    seconds = graph_seconds(cut, dim, scored, machines, products_per_second)
     # A block meets itself by tiles, both halves of which are multiplied on the diagonal.
     within = [(size, graph_products(size, 1, machines.threads)) for size in cut.sizes[: cut.own]]
     products = cut.products + sum(tiled - size * size // 2 for size, tiled in within)

@@ -56,8 +56,7 @@ class NeighborGraph(StoredRows):
     def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(I, D) of a row list (n,) in its order, repeats allowed."""
         rows = self.parts.check_rows(rows)
-        I = np.empty((len(rows), self.k), np.int32)
-        D = np.empty((len(rows), self.k), np.float32)
+        I, D = np.empty((len(rows), self.k), np.int32), np.empty((len(rows), self.k), np.float32)
         for batch, places, within in self.parts.groups(rows):
             neighbors, scores = _lists(batch)
             I[places], D[places] = neighbors[within], scores[within]
