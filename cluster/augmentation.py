@@ -23,13 +23,12 @@ from cluster.blocks import ACTOR_LOST, BlockPolicy, ask_actors, check_parts, run
 from cluster.monitor import Tally
 from cluster.session import gpus_available
 from cluster.shards import ShardedIndex
-from lattqe.augmentation.bands import HopWorker, Schedule, until_sound
-from lattqe.augmentation.bands import Item as HopItem
+from lattqe.augmentation.bands import HopItem, HopSchedule, HopWorker, until_sound
 from lattqe.augmentation.bands import rows_of as hop_rows
 from lattqe.augmentation.index import Item, items_to_do, rows_of, worker_class
 from lattqe.augmentation.recipe import ADAPTATION, ADAPTED, Augmentation, AugmentSummary, HopTask, adapt
 from lattqe.cost.augment import WorkerMemory, augmentation_memory, hop_buffers, weighing_of
-from lattqe.cost.plans import Rows
+from lattqe.cost.plans import PlannedRows
 from lattqe.cost.stages import adapting_memory
 from lattqe.cost.work import Stored, held_bytes
 from lattqe.errors import LattqeError
@@ -232,7 +231,7 @@ def run_hops(
     actors = ray.remote(**resources)(HopWorker).options(scheduling_strategy="SPREAD")
 
     def attempt() -> None:
-        schedule = Schedule(task, pending)
+        schedule = HopSchedule(task, pending)
 
         def on_done(item: HopItem, result: dict[str, Any]) -> list[HopItem]:
             summary.add(result)
@@ -331,7 +330,7 @@ def adapted_rows(
     with ShardedIndex(original.uri, workers, cache=cache) as index:
         adapt(original, index, to)
         peak, shards = index.memory(0, 0)["peak_worker_bytes"], index.shards
-    rows, fetched = Rows.of(original), cache is None and not original.place.is_local
+    rows, fetched = PlannedRows.of(original), cache is None and not original.place.is_local
     predicted = sum(adapting_memory(rows.stored, rows.rewritten().stored, original.dim, shards, fetched))
     pending = begin_whitened(original, whitening, adapted)
     check_parts(pending)

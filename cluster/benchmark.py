@@ -16,15 +16,15 @@ import numpy as np
 
 from cluster import ROWS_HERE, runs_here
 from cluster.graph import build_graph, prepare_graph
-from cluster.indexes import Stage, Workplace, adapted_rows, make_index
+from cluster.indexes import IndexStage, Workplace, adapted_rows, make_index
 from cluster.shards import ShardedIndex
 from lattqe.augmentation.recipe import adaptation_for
 from lattqe.benchmark.cells import (
     ADAPTED,
     NOT_MEASURED,
     Cell,
-    Inputs,
     Measured,
+    OpenedDataset,
     augmentation_of,
     deepest,
     finished_graphs,
@@ -35,7 +35,7 @@ from lattqe.benchmark.choosing import missing_cells, rows_key, unplanned
 from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting, graph_method
 from lattqe.cost import Work, plans
 from lattqe.cost.augment import weighing_of
-from lattqe.cost.plans import Setting as Where
+from lattqe.cost.plans import Placement
 from lattqe.cost.work import Stored, summed
 from lattqe.device import resident_bytes
 from lattqe.errors import CorruptDataError, LattqeError, counted
@@ -62,7 +62,7 @@ class Bench:
         self.run, self.folder = run, folder.rstrip("/")
         self.place = open_place(f"{self.folder}/cells")
         self.place.sweep()  # of what a killed run was writing
-        self.inputs = {dataset.name: Inputs.open(dataset) for dataset in run.datasets}
+        self.inputs = {dataset.name: OpenedDataset.open(dataset) for dataset in run.datasets}
         self.distractors = {
             (dataset.name, each.name): FeatureSet.open(each.features)
             for dataset in run.datasets_of("test")
@@ -211,18 +211,18 @@ class Bench:
         return max((method_of(each, dba=True).depth(each.k) for each in self.run.augmentations()), default=1)
 
 
-def plan_cells(bench: Bench, where: Where) -> list[Work]:
+def plan_cells(bench: Bench, where: Placement) -> list[Work]:
     """What the cells take that are needed next; which ones come after them is chosen by what they measure."""
     made, searches, known, cells = [], [], set(), bench.cells_to_do()
     for (dataset, distractors, dba, _), group in bench.groups(cells).items():
         sets, queries = bench.sets_of(dataset, distractors), bench.inputs[dataset].queries
-        rows, asked = sum(each.rows for each in sets), plans.Rows.of(queries)
+        rows, asked = sum(each.rows for each in sets), plans.PlannedRows.of(queries)
         searched = where.at(bench.indexes.shards is None and runs_here(rows))
-        found, depth = [plans.Rows.of(each) for each in sets], deepest(cell.pipeline for cell in group)
+        found, depth = [plans.PlannedRows.of(each) for each in sets], deepest(cell.pipeline for cell in group)
         searches.append(plans.cells(found, asked, len(group), searched, depth))
         if dba is None or dba.method in GRAPH_METHODS:
             continue
-        joined = replace(plans.Rows.sized(rows, asked.dim, queries.dtype), remote=not bench.place.is_local)
+        joined = replace(plans.PlannedRows.sized(rows, asked.dim, queries.dtype), remote=not bench.place.is_local)
         weighs = weighing_of(method_of(dba, dba=True), dba.k, asked.dim, rows)
         adapted = bool(dict(dba.params).get("adapt"))
         given = bench.known_graph(dataset, distractors, dba) is not None
@@ -320,7 +320,7 @@ class Indexes:
         yield lambda rows: None
 
     @contextmanager
-    def building(self, stage: Stage) -> Iterator[Callable[[int], None]]:
+    def building(self, stage: IndexStage) -> Iterator[Callable[[int], None]]:
         """See `cluster.indexes.Follower`."""
         task = stage.task
         what = f"{task.hops} hops of {task.method}" if task.hopping else f"{task.method} augments"

@@ -36,7 +36,7 @@ RATE_SECONDS = 60.0  # rows/s are those of the last minute
 BLOCK_SECONDS = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0]
 TAGS = ("job", "kind", "shard")
 PACKAGES = ("ray", "torch", "numpy", "pyarrow", "boto3", "safetensors", "faiss-cpu", "faiss-cuda", "lattqe")
-LEAST_SHARED_MEMORY = 1 << 30  # Ray falls back to slow files on disk below what its object store wants
+LEAST_SHARED_MEMORY = 1 << 30  # Ray falls back to slow files on disk below what its object store needs
 LEAST_DISK = 10 << 30  # a cached million rows of 2048 halves, and room for parts in the making
 # The oldest driver for each CUDA that a torch wheel may be built with (NVIDIA, minor version compatibility).
 DRIVER_FLOOR = {11: 450, 12: 525, 13: 580}

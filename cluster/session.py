@@ -175,7 +175,9 @@ def _wait(needs: dict[str, int], seconds: float) -> None:
         if all(owned.get(resource, 0) >= count for resource, count in needs.items()):
             break
         if time.monotonic() >= deadline:
-            missing = [f"{resource} (wanted {count})" for resource, count in needs.items() if not owned.get(resource)]
+            missing = [
+                f"{resource} (asked for {count})" for resource, count in needs.items() if not owned.get(resource)
+            ]
             if missing:
                 raise LattqeError(
                     f"the cluster did not grow within {seconds:.0f} s: still no {', '.join(missing)}: "

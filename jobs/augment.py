@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lattqe.augmentation.growth import Growth, GrowthCost
     from lattqe.augmentation.recipe import Augmentation, Recipe
     from lattqe.cost import Work
-    from lattqe.cost.plans import Setting
+    from lattqe.cost.plans import Placement
     from lattqe.expansion import Method
     from lattqe.store import FeatureSet, NeighborGraph, Pending
 
@@ -184,7 +184,7 @@ def chosen_hops(method: "Method", hops: int | None, alpha: float | None, rows: i
 
 
 def chosen_adapting(method: "Method", adapt: bool | None, neighbors: str | None, original: "FeatureSet") -> bool:
-    """Whether rows are adapted: as was requested, or as the method wants where no graph of other rows is given.
+    """Whether rows are adapted: as requested, or as the method was trained where no graph of other rows is given.
 
     Never twice: queries would go through the second map alone.
     """
@@ -321,14 +321,14 @@ def show_growth(cost: "GrowthCost") -> None:
     )
 
 
-def planned(recipe: "Recipe", joined: int, removed: int, where: "Setting") -> "list[Work]":
+def planned(recipe: "Recipe", joined: int, removed: int, where: "Placement") -> "list[Work]":
     """What the growth takes, as far as it can be known without comparing anything."""
     from lattqe.cost import plans
     from lattqe.cost.work import Stored
     from lattqe.expansion import create
 
     method, graph = create(recipe.method, **recipe.params), recipe.graph
-    rows = plans.Rows.of(recipe.features)
+    rows = plans.PlannedRows.of(recipe.features)
     stored = Stored.of(graph.manifest)
     return plans.append(rows, stored, graph.k, joined, removed, method, recipe.k, where, recipe.hops)
 

@@ -355,7 +355,7 @@ def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
 
 
 def shown(text: str) -> str:
-    """Text from users for the screen: brackets are no markup, and control characters do nothing."""
+    """Text from users for the screen: brackets are not markup, and control characters do nothing."""
     return escape(printable(text))
 
 

@@ -89,10 +89,11 @@ def evaluate(
 
 
 def left_out(judged: "JudgedRanks") -> str:
-    """Which queries are no answers to themselves, for the plan."""
+    """How many queries never count as answers to themselves, for the plan."""
     if judged.own_rows is None:
         return ""
-    return f"; {(judged.own_rows >= 0).sum():,} of the queries are rows of the database, and no answers to themselves"
+    count = (judged.own_rows >= 0).sum()
+    return f"; {count:,} of the queries are rows of the database and never count as answers to themselves"
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from lattqe.errors import LattqeError
 if TYPE_CHECKING:
     from cluster.graph import GraphPlan, GraphSummary
     from lattqe.cost import Work
-    from lattqe.cost.plans import Setting
+    from lattqe.cost.plans import Placement
     from lattqe.search.stored import GraphTask
     from lattqe.store import Manifest
 
@@ -156,19 +156,19 @@ def made(
         return neighbors(task, workers, block_rows, schedule.value)
 
 
-def planned(task: "GraphTask", where: "Setting") -> "Work":
+def planned(task: "GraphTask", where: "Placement") -> "Work":
     """What the graph takes; where it is computed here from a local disk, this machine is measured."""
     from lattqe.cost import plans
     from lattqe.search.stored import measure_products, open_sets
 
     sets = open_sets(task)
     if task.recall is not None:
-        return plans.neighbors([plans.Rows.of(sets[0])], task.k, where, approximate=True)
+        return plans.neighbors([plans.PlannedRows.of(sets[0])], task.k, where, approximate=True)
     said = {}
     if where.here and sets[0].place.is_local:
         kind, rate = measure_products(task)
         where, said = replace(where, products_per_second=rate), {"kind of products": f"{kind}, the fastest here"}
-    work = plans.neighbors([plans.Rows.of(each) for each in sets], task.k, where)
+    work = plans.neighbors([plans.PlannedRows.of(each) for each in sets], task.k, where)
     return replace(work, facts=work.facts | said)
 
 
@@ -287,8 +287,8 @@ def neighbors_here(task: "GraphTask") -> "tuple[Manifest, dict[str, Any]]":
     kind, rate = measure_products(task)
     task = replace(task, kind=kind)
     rows, dim = sum(each.rows for each in sets), sets[0].dim
-    where = plans.Setting(this_machine(), here=True, products_per_second=rate)
-    work = plans.neighbors([plans.Rows.of(each) for each in sets], task.k, where)
+    where = plans.Placement(this_machine(), here=True, products_per_second=rate)
+    work = plans.neighbors([plans.PlannedRows.of(each) for each in sets], task.k, where)
     show_table(
         "plan",
         {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from lattqe.adaptation import Adaptation
     from lattqe.cost import Work
-    from lattqe.cost.plans import Setting
+    from lattqe.cost.plans import Placement
     from lattqe.expansion.base import Method
     from lattqe.search import Index
     from lattqe.store import FeatureSet, Pending
@@ -133,7 +133,7 @@ def space_of(sources: "list[FeatureSet]", asked: "FeatureSet") -> "Adaptation | 
 
 
 def planned(
-    sources: "list[FeatureSet]", asked: "FeatureSet", k: int, expansion: "Expansion | None", where: "Setting"
+    sources: "list[FeatureSet]", asked: "FeatureSet", k: int, expansion: "Expansion | None", where: "Placement"
 ) -> "Work":
     """What the search takes."""
     from lattqe.cost import plans
@@ -141,7 +141,7 @@ def planned(
 
     rows, dim = sum(each.rows for each in sources), sources[0].dim
     weighs = None if expansion is None else weighing_of(expansion.method, expansion.k, dim, rows, again=True)
-    return plans.search([plans.Rows.of(each) for each in sources], plans.Rows.of(asked), k, where, weighs)
+    return plans.search([plans.PlannedRows.of(each) for each in sources], plans.PlannedRows.of(asked), k, where, weighs)
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class Groups:
 
 
 def check_threshold(threshold: float) -> float:
-    """Refuse what is no similarity of two different directions that are nearly the same."""
+    """Refuse a threshold that is not a similarity of two nearly equal directions."""
     if not 0 < threshold <= 1:
         raise LattqeError(f"threshold {threshold} is not a cosine above 0 and at most 1: try {THRESHOLD}")
     return threshold

@@ -81,7 +81,7 @@ class Whitening:
 
     @classmethod
     def of_model(cls, uri: str, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> "Whitening":
-        """What a stored model holds; one that is no whitening is refused."""
+        """What a stored model holds; anything but a whitening is refused."""
         if config.get("kind") != KIND or set(tensors) != {"mean", "projection"}:
             raise LattqeError(f"{uri} is a model, but not a whitening: make one with `lattqe whiten learn`")
         return cls(tensors["mean"], tensors["projection"], config)

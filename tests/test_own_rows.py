@@ -14,7 +14,7 @@ import jobs.search
 import lattqe
 from cluster.shards import Shard, cut_pieces
 from jobs.lists import evaluate_app
-from lattqe.benchmark.cells import Inputs, measure
+from lattqe.benchmark.cells import OpenedDataset, measure
 from lattqe.benchmark.spec import Dataset, Pipeline, Setting
 from lattqe.duplicates import own_rows
 from lattqe.errors import LattqeError
@@ -147,7 +147,7 @@ def test_evaluate_benchmark_and_validation_score_the_same(world, tmp_path, queri
     assert (f"{inside} of the queries are rows of the database" in told) == bool(inside)
     assert json.loads(told[told.index("{") :])["label"]["map"] == pytest.approx(expected.mean())
     np.testing.assert_allclose(JudgedRanks.open(str(tmp_path / "ranks")).scores["label"].ap, expected)
-    inputs = Inputs.open(Dataset("one", str(world / "database"), str(world / queries)))
+    inputs = OpenedDataset.open(Dataset("one", str(world / "database"), str(world / queries)))
     xq = inputs.queries.read()
     np.testing.assert_allclose(evaluate(FlatIndex(inputs.database.read()), xq, inputs.truth)["label"].ap, expected)
     one = load_set(str(world / "database"), str(world / queries))

@@ -61,13 +61,13 @@ class HopTask:
             object.__setattr__(self, name, absolute(getattr(self, name)))
         object.__setattr__(self, "cache", node_folder(self.cache))
 
-    def cut(self, rows: int, dim: int) -> "Cut":
+    def cut(self, rows: int, dim: int) -> "HopCut":
         """The cut of that many rows and columns."""
-        return Cut.of(rows, dim, self.band_rows, self.group_bytes)
+        return HopCut.of(rows, dim, self.band_rows, self.group_bytes)
 
 
 @dataclass(frozen=True)
-class Cut:
+class HopCut:
     """Bands of rows and groups of columns."""
 
     rows: int
@@ -76,7 +76,7 @@ class Cut:
     group_bytes: int
 
     @classmethod
-    def of(cls, rows: int, dim: int, band_rows: int = BAND_ROWS, group_bytes: int = GROUP_BYTES) -> "Cut":
+    def of(cls, rows: int, dim: int, band_rows: int = BAND_ROWS, group_bytes: int = GROUP_BYTES) -> "HopCut":
         """The cut by these sizes, with larger bands where there would be too many."""
         return cls(rows, dim, max(band_rows, -(-rows // MOST_BANDS)), group_bytes)
 

@@ -38,7 +38,7 @@ FORMAT = 2  # of a stored cell; raised when the same key would hold other number
 
 
 @dataclass(frozen=True)
-class Inputs:
+class OpenedDataset:
     """A data set: its rows, queries, ground truth, and the digest of the last."""
 
     database: FeatureSet
@@ -48,7 +48,7 @@ class Inputs:
     exclude: np.ndarray | None = None  # (nq,) the row of each query that is itself in the database, -1 for the others
 
     @classmethod
-    def open(cls, dataset: Dataset) -> "Inputs":
+    def open(cls, dataset: Dataset) -> "OpenedDataset":
         """Open a data set; queries or rows that do not fit the ground truth are refused."""
         database, queries = FeatureSet.open(dataset.database), FeatureSet.open(dataset.queries)
         if database.dim != queries.dim:
@@ -115,7 +115,7 @@ def _check_rows(name: str, gnd: RevisitedSet, database: FeatureSet, queries: Fea
 
 
 def finished_graphs(
-    uris: Sequence[str], inputs: Mapping[str, Inputs], distractors: Mapping[tuple[str, str], FeatureSet], k: int
+    uris: Sequence[str], inputs: Mapping[str, OpenedDataset], distractors: Mapping[tuple[str, str], FeatureSet], k: int
 ) -> dict[tuple[str, ...], NeighborGraph]:
     """The graphs that a run names, by the digests of the sets whose rows they are of, one after the other.
 
@@ -355,7 +355,7 @@ def _ranked(
 
 
 def method_of(setting: Setting, dba: bool = False) -> Method:
-    """The method of a setting, for queries or for database rows; hops and the space are no matter of the method."""
+    """The method of a setting, for queries or for database rows; hops and the space are not the method's concern."""
     params = tuple(pair for pair in setting.params if pair[0] not in ("hops", "hop_alpha", "adapt"))
     return _method(setting.method, params, dba and bool(METHODS[setting.method].row_params))
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lattqe.benchmark.choosing import Row, choose_rows, mean_of, reported, tried_on
-from lattqe.benchmark.results import Source
+from lattqe.benchmark.results import ResultSource
 from lattqe.benchmark.spec import (
     Candidate,
     Dataset,
@@ -229,7 +229,7 @@ def density_run(cells: Sequence[DensityCell], model: str) -> Run:
     )
 
 
-def gains(run: Run, cells: Sequence[DensityCell], source: Source) -> dict[str, Any]:
+def gains(run: Run, cells: Sequence[DensityCell], source: ResultSource) -> dict[str, Any]:
     """For each group of cells the mean mAP of every row with one setting and tuned for each cell, and what is sure.
 
     `intervals`: the gain of what is learned over no expansion, and over the best rival tuned for these cells.
@@ -265,7 +265,7 @@ def gains(run: Run, cells: Sequence[DensityCell], source: Source) -> dict[str, A
     }
 
 
-def _group(run: Run, rows: Sequence[Row], cells: Sequence[DensityCell], source: Source) -> dict[str, Any]:
+def _group(run: Run, rows: Sequence[Row], cells: Sequence[DensityCell], source: ResultSource) -> dict[str, Any]:
     """One group of cells: a line for each row, and the intervals of what is learned."""
     columns, crowded, relevant = cells[0].group
     lines = [_line(row, cells, source) for row in rows]
@@ -298,14 +298,14 @@ def _group(run: Run, rows: Sequence[Row], cells: Sequence[DensityCell], source: 
     }
 
 
-def _line(row: Row, cells: Sequence[DensityCell], source: Source) -> dict[str, Any]:
+def _line(row: Row, cells: Sequence[DensityCell], source: ResultSource) -> dict[str, Any]:
     one = [tried_on(cell.dataset, (row.pipeline,), source.lookup)[0] for cell in cells]
     tuned = [tried_on(cell.dataset, row.tried, source.lookup)[0] for cell in cells]
     return {"label": row.label, "kind": row.kind, "method": row.method, "one": mean_of(one), "tuned": mean_of(tuned)}
 
 
 def _interval(
-    run: Run, cells: Sequence[DensityCell], after: Row, before: Row, tuned: bool, source: Source
+    run: Run, cells: Sequence[DensityCell], after: Row, before: Row, tuned: bool, source: ResultSource
 ) -> dict[str, Any]:
     """Paired bootstrap over the queries of all sets, in percent."""
     sides: list[list[Any]] = [[], []]

@@ -81,7 +81,7 @@ def visitor_rows(dim: int) -> int:
     return max(VISITOR_BYTES // (4 * max(dim, 1)), LEAST_BLOCK)
 
 
-def row_bytes(schedule: str, dim: int, k: int, itemsize: int, fetched: bool) -> int:
+def block_row_bytes(schedule: str, dim: int, k: int, itemsize: int, fetched: bool) -> int:
     """Memory for one row of a block: as for pairs, but without a third block that stays from before."""
     if schedule == "pairs":
         return bytes_per_row(dim, k, itemsize, fetched)
@@ -113,7 +113,7 @@ def cut_for(
     advice where they cannot. `block_rows`: of a block, instead of as many as fit. `fetched`: rows come from S3;
     `beside`: bytes of their parts and of tiles in each worker.
     """
-    rows, each = own + others, row_bytes(schedule, dim, k, itemsize, fetched)
+    rows, each = own + others, block_row_bytes(schedule, dim, k, itemsize, fetched)
     fixed = beside + fixed_bytes(schedule, rows, dim, itemsize, fetched)
     if schedule == "pairs":
         fit = fitting_rows(budget, fixed, each, products_per_second)
@@ -188,7 +188,7 @@ def graph_of_rows(
         worker_bytes=fixed_bytes("rows", rows, dim, itemsize, fetched)
         + tile_bytes(largest, machines)
         + held
-        + largest * row_bytes("rows", dim, k, itemsize, fetched),
+        + largest * block_row_bytes("rows", dim, k, itemsize, fetched),
         mapped=mapped,
         scratch=12 * k * rows,
         stored=graph.bytes,

@@ -32,7 +32,7 @@ HEAD_OF_LIST = 8  # neighbors that are mostly right: likeness to them is the bes
 
 
 @dataclass(frozen=True)
-class Inputs:
+class EncoderInputs:
     """What the encoders read: tokens (n, t, W), valid (n, t) bool, relations.
 
     relations: None, or the cosines (n, t, t) of the items' vectors, or these and the cosines after taking the
@@ -58,10 +58,10 @@ class Tokens(nn.Module):
         if self.positions is not None:
             nn.init.normal_(self.positions, std=POSITION_SCALE[config.positional_start])
 
-    def forward(self, items: torch.Tensor, valid: torch.Tensor) -> Inputs:
+    def forward(self, items: torch.Tensor, valid: torch.Tensor) -> EncoderInputs:
         """Items (n, t, D) with row 0 the query and valid (n, t) bool, to what the encoders read."""
         tokens = self.content(items) + self.context(items)
-        return Inputs(tokens.expand(*items.shape[:2], -1), valid, self.relations(items))
+        return EncoderInputs(tokens.expand(*items.shape[:2], -1), valid, self.relations(items))
 
     def content(self, items: torch.Tensor) -> torch.Tensor:
         """What an item brings by itself (..., W), whatever list it is in; (W,) zeros for position only."""
@@ -177,7 +177,7 @@ class Stack(nn.Module):
         # A pre-LN stack ends on a sum that nothing has normalised.
         self.final = nn.LayerNorm(config.token_width) if config.norm == "pre" else nn.Identity()
 
-    def forward(self, inputs: Inputs) -> torch.Tensor:
+    def forward(self, inputs: EncoderInputs) -> torch.Tensor:
         """Transformed tokens (n, t, W)."""
         x = inputs.tokens
         for encoder in self.encoders:
@@ -229,7 +229,7 @@ class Head(nn.Module):
         return Output(self.finish(weights, valid, dba), self.classify(transformed, cosine), cosine, transformed)
 
     def finish(self, weights: torch.Tensor, valid: torch.Tensor, dba: bool) -> torch.Tensor:
-        """Weights (n, t) without padding, clamped where that is wanted; `dba`: the tempered softmax of them."""
+        """Weights (n, t) without padding, clamped if configured; `dba`: the tempered softmax of them."""
         if self.direct:  # each counts as one
             return valid.to(weights.dtype)
         if self.clamp:
@@ -326,7 +326,7 @@ def relate(items: torch.Tensor, valid: torch.Tensor, background: torch.Tensor, r
 
 
 class RelationalTokens(nn.Module):
-    """token_i = mlp(relations of d_i), and content(d_i) where that is wanted too."""
+    """token_i = mlp(relations of d_i), and content(d_i) if configured."""
 
     def __init__(self, config: "LAttQEConfig") -> None:
         super().__init__()

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lattqe.model.encoder import Inputs, Output, Stack
+from lattqe.model.encoder import EncoderInputs, Output, Stack
 
 if TYPE_CHECKING:
     from lattqe.model.network import LAttQEConfig
@@ -186,7 +186,7 @@ class GatedTokens(nn.Module):
 
     def forward(self, reading: Reading, stack: Stack) -> torch.Tensor:
         """Transformed tokens (n, t + 1, W)."""
-        return stack(Inputs(self.mlp(reading.features), reading.valid, reading.relations))
+        return stack(EncoderInputs(self.mlp(reading.features), reading.valid, reading.relations))
 
 
 def _zero_linear(width: int) -> nn.Linear:

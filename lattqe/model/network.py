@@ -16,8 +16,8 @@ from torch import nn
 
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.model.encoder import (
+    EncoderInputs,
     Head,
-    Inputs,
     Output,
     RelationalTokens,
     SignedHead,
@@ -173,7 +173,7 @@ class LAttQEConfig:
 
 
 def _is_number(value: object) -> bool:
-    """An int or a float; True and False are no numbers here."""
+    """An int or a float; True and False do not count as numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -204,7 +204,7 @@ class LAttQE(nn.Module):
         self.metrics: dict[str, Any] = {}  # what was measured in training, where this network was loaded from
 
     def depth(self, k: int) -> int:
-        """How many neighbors the network wants to see in order to weigh k of them."""
+        """How many neighbors the network needs to see to weigh k of them."""
         return max(k, self.config.background)
 
     @property
@@ -274,7 +274,7 @@ class LAttQE(nn.Module):
             assert isinstance(self.head, SignedHead)
             relations = relate(items, valid, whole.background, ranks=self.config.positional)
             tokens = self.relational(relations, items, whole.background)
-            x = self.stack(Inputs(tokens, relations.valid, torch.stack([relations.cosines, relations.centred])))
+            x = self.stack(EncoderInputs(tokens, relations.valid, torch.stack([relations.cosines, relations.centred])))
             found, beta = self.head.signed(x, relations, dba), self.head.share(x)
         if dba:
             return found, items.new_zeros(len(items))

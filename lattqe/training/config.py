@@ -45,7 +45,7 @@ class TrainingConfig:
 
     # Sampling
     sampler: str = "tuples"  # the paper's; "worlds": each batch meets a random part of the classes and images
-    k_min: int = 32  # the paper's range of neighbors, drawn anew for each batch
+    k_min: int = 32  # the paper's range of neighbors, drawn again for each batch
     k_max: int = 64
     k_draw: str = "uniform"  # "log": small numbers as often as large ones
     drop_max: float = 0.6  # a query's neighbors are dropped with a probability from U(0, this); the paper's
@@ -54,7 +54,7 @@ class TrainingConfig:
     pairs: str = "labels"  # tuples: "published": queries and positives of the data set's own pairs, where it has some
     distinct_negatives: bool = False  # at most one hard negative of each class, as in the paper's code base
     pool: int = 20_000  # tuples: rows that negatives come from, the paper's
-    pool_steps: int = 2_000  # tuples: updates after which the pool is drawn anew, the paper's
+    pool_steps: int = 2_000  # tuples: updates after which the pool is drawn again, the paper's
     world_classes: float = 0.2  # worlds: smallest share of a set's classes that are present
     world_images: float = 0.3  # worlds: smallest share of those classes' images that are present
     world_rows: int = 3_000  # worlds: largest number of images; more cost time and teach the same

@@ -205,7 +205,7 @@ def open_graph(uri: str, features: FeatureSet, k: int | None) -> NeighborGraph:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """All that a worker must know; ready to be sent to it as JSON.
 
     features: labelled training sets; graphs: their neighbor graphs, or none; validation: (database, queries or None);
@@ -230,7 +230,7 @@ class Plan:
         return {**vars(self), "config": self.config.to_dict()}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Plan":
+    def from_dict(cls, values: dict[str, Any]) -> "TrainingPlan":
         """The plan written by `to_dict`."""
         pairs = [(database, queries) for database, queries in values["validation"]]
         return cls(**{**values, "validation": pairs, "config": TrainingConfig.from_dict(values["config"])})
@@ -253,7 +253,7 @@ def make(
     validation: list[tuple[str, str | None]],
     graphs: list[str] | None = None,
     cache: str | None = None,
-) -> Plan:
+) -> TrainingPlan:
     """Open all inputs, refuse what does not fit together, and write down what was found.
 
     Whatever is wrong with the inputs is said here, before Ray starts and long before a worker would meet it.
@@ -279,7 +279,7 @@ def make(
     inputs |= {f"neighbors-{number}": one.as_input() for number, one in enumerate(stored)}
     for number, pair in enumerate(held_out):
         inputs |= {f"validation-{number}-{role}": one.as_input() for role, one in zip(("database", "queries"), pair)}
-    return Plan(
+    return TrainingPlan(
         open_place(destination).uri,
         config,
         [one.uri for one in sets],

@@ -145,7 +145,7 @@ def in_augmented_world(network: LAttQE, batch: Batch, k: int) -> tuple[torch.Ten
 
 
 def through_hops(network: LAttQE, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None, Batch, torch.Tensor]:
-    """Expand a batch's queries, which are no rows of its world, on the world after `batch.hops` hops over its graph.
+    """Expand a batch's queries, which are not rows of its world, on the world after `batch.hops` hops over its graph.
 
     Returns the expanded queries (b, D), the logits (b, k) of their neighbors' relevance, the batch with that world as
     candidates, and the loss of the rows' own logits.
@@ -251,7 +251,7 @@ class NotFiniteError(LattqeError):
     """The loss or its gradient became NaN or infinite; the weights are still those of the step before."""
 
 
-class Stage:
+class TrainingStage:
     """A network, the parameters that are trained, and their optimiser.
 
     dba False: the whole network but its temperature. True: the temperature alone, all else frozen and dropout off.

@@ -24,7 +24,7 @@ from lattqe.search.index import SmallIndex
 from lattqe.store import FeatureSet
 from lattqe.store.features import comparable_labels
 from lattqe.training.checkpoint import Team
-from lattqe.training.densities import unit_rows
+from lattqe.training.densities import scaled_rows
 
 BLOCK = 64  # queries and rows are shared out in such units
 SMALL_ROWS = 50_000
@@ -141,7 +141,7 @@ def _narrowed(one: ValidationSet, width: int, queries: int, shift: float) -> Val
     """A set at its first columns, with some of its queries."""
     some = np.sort(np.random.default_rng(0).permutation(len(one.xq))[:queries])
     mean = np.random.default_rng(1).standard_normal((1, width)).astype(np.float32)
-    xb, xq = (unit_rows(unit_rows(x[:, :width]) + shift * unit_rows(mean)) for x in (one.xb, one.xq[some]))
+    xb, xq = (scaled_rows(scaled_rows(x[:, :width]) + shift * scaled_rows(mean)) for x in (one.xb, one.xq[some]))
     rows = None if one.query_rows is None else one.query_rows[some]
     return dataclasses.replace(one, xb=xb, xq=xq, query_labels=one.query_labels[some], query_rows=rows)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cluster.benchmark import Indexes
-from cluster.indexes import Stage, Workplace, make_index
+from cluster.indexes import IndexStage, Workplace, make_index
 from lattqe.augmentation.recipe import Augmentation
 from lattqe.benchmark.spec import Setting
 from lattqe.search.rows import Clock
@@ -49,7 +49,7 @@ class Told:
     def adapting(self, original: FeatureSet, to: str):
         return self.counted(f"adapting {original.rows} rows in {Path(to).name}")
 
-    def building(self, stage: Stage):
+    def building(self, stage: IndexStage):
         assert stage.here
         return self.counted("hops" if stage.task.hopping else "edges" if stage.task.only_edges else "rows")
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lattqe.augmentation.growth import check_joinable, join_features, kept_rows
-from lattqe.benchmark.cells import Inputs
+from lattqe.benchmark.cells import OpenedDataset
 from lattqe.benchmark.spec import Dataset
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import FeatureSet, FeatureWriter, comparable_labels
@@ -72,13 +72,13 @@ def test_a_benchmark_gives_the_same_for_names_and_numbers(tmp_path):
     for named in (True, False):
         database = write(tmp_path / f"database-{named}", rows, named)
         queries = write(tmp_path / f"queries-{named}", asked, named, first=100)
-        truth = Inputs.open(Dataset("set", database.uri, queries.uri, "labels")).truth
+        truth = OpenedDataset.open(Dataset("set", database.uri, queries.uri, "labels")).truth
         counts[named] = [truth.judgements(0, 4).rows.tolist(), truth.counts.tolist()]
         validation = load_set(database.uri, queries.uri)
         assert [rows[i] for i in np.flatnonzero(validation.labels == validation.query_labels[0])] == ["dog"] * 10
     assert counts[True] == counts[False]
     with pytest.raises(LattqeError, match="are text and those of"):
-        Inputs.open(Dataset("set", str(tmp_path / "database-True"), str(tmp_path / "queries-False"), "labels"))
+        OpenedDataset.open(Dataset("set", str(tmp_path / "database-True"), str(tmp_path / "queries-False"), "labels"))
 
 
 def test_training_joins_and_separates_by_name(tmp_path):
