@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import jobs.augment
 import jobs.search
 import lattqe
-from cluster.shards import Shard, cut_pieces
+from cluster.shards import Shard, cut_ranges
 from jobs.lists import evaluate_app
 from lattqe.benchmark.cells import OpenedDataset, measure
 from lattqe.benchmark.spec import Dataset, Pipeline, Setting
@@ -182,7 +182,7 @@ def test_shards_look_up_ids_of_the_database_alone(world):
     ids = [*stored.ids(100, 115), "unknown", *stored.ids(3, 5)]
     found = []
     for start, stop in ((0, 50), (50, 110), (110, ROWS + QUERIES)):
-        pieces = cut_pieces(spans, start, stop, ids=True)
+        pieces = cut_ranges(spans, start, stop, ids=True)
         found.append(Shard(pieces, start, torch.get_num_threads(), None).find_ids(pa.array(ids)))
         inside = (stored.find_ids(ids) >= start) & (stored.find_ids(ids) < stop)
         np.testing.assert_array_equal(found[-1], np.where(inside, stored.find_ids(ids), -1))
