@@ -105,7 +105,7 @@ def make_world(folder: Path, kind: str, rows: int, dim: int, k: int) -> None:
     from lattqe.model import LAttQE, LAttQEConfig
     from lattqe.search.stored import publish_graph
     from lattqe.store import FeatureSet, FeatureWriter
-    from lattqe.training.presets import preset
+    from lattqe.training.config import preset
 
     rng = np.random.default_rng(0)
     centres = rng.standard_normal((max(rows // 50, 1), dim))

@@ -22,7 +22,7 @@ from lattqe.training import Team, preset
 from lattqe.training.loop import LAttQE, make_sampler
 from lattqe.training.plan import TrainingData, join
 from lattqe.training.sampling import Batch, prefetched
-from lattqe.training.stage import Stage
+from lattqe.training.stage import TrainingStage
 
 LIMIT = 1.2
 
@@ -60,7 +60,7 @@ def main() -> None:
     device = torch.device(options.device)
     config = preset(options.preset, options.dim, options.set)
     sampler = make_sampler(clusters(options.rows, 200, options.dim, config.graph_k), config)
-    stage = Stage(LAttQE(config.network), config, Team(device=device))
+    stage = TrainingStage(LAttQE(config.network), config, Team(device=device))
     plain = LAttQE(config.network).to(device).train()
     plain.head.log_temperature.requires_grad_(False)
     times: dict[str, list[float]] = {"step": [], "bare": [], "waiting": []}

@@ -4,31 +4,51 @@ Everything is in the run's folder. `cells/` holds one JSON for each measured cel
 content of its inputs: a run that was killed, or that shares data with an earlier one in the same folder, computes only
 what is missing. `joined/` holds rows with their distractors, `graphs/` their neighbors and `indexes/` their
 augmentations, each named by what it depends on. Graphs stay, because all methods share them, and the graph of the
-distractors alone is computed once for all data sets; an augmentation is removed when its cells are measured.
+distractors alone is computed once for all data sets; an adaptation or augmentation is removed when its cells are
+measured.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
 
-from cluster import runs_here
-from cluster.benchmark_indexes import Indexes
+from cluster import ROWS_HERE, runs_here
+from cluster.graph import build_graph, prepare_graph
+from cluster.indexes import IndexStage, Workplace, adapted_rows, make_index
 from cluster.shards import ShardedIndex
-from lattqe.augmentation import adaptation_for
-from lattqe.benchmark.cells import NOT_MEASURED, Cell, Inputs, Measured, deepest, finished_graphs, measure, method_of
+from lattqe.augmentation.recipe import adaptation_for
+from lattqe.benchmark.cells import (
+    ADAPTED,
+    NOT_MEASURED,
+    Cell,
+    Measured,
+    OpenedDataset,
+    augmentation_of,
+    deepest,
+    finished_graphs,
+    measure,
+    method_of,
+)
 from lattqe.benchmark.choosing import missing_cells, rows_key, unplanned
-from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting
+from lattqe.benchmark.spec import GRAPH_METHODS, Pipeline, Run, Setting, graph_method
 from lattqe.cost import Work, plans
 from lattqe.cost.augment import weighing_of
-from lattqe.cost.plans import Setting as Where
+from lattqe.cost.plans import Placement
 from lattqe.cost.work import Stored, summed
-from lattqe.errors import LattqeError
-from lattqe.expansion.diffusion import MOST_ROWS
-from lattqe.search import Index
+from lattqe.device import resident_bytes
+from lattqe.errors import CorruptDataError, LattqeError, counted
+from lattqe.expansion.diffusion import MOST_ROWS, GraphRows
+from lattqe.search import FlatIndex, Index
+from lattqe.search.index import SmallIndex
+from lattqe.search.rows import Clock
+from lattqe.search.stored import GraphTask, begin_graph, check_sets, publish_graph
 from lattqe.store import FeatureSet, MissingFileError, NeighborGraph, open_place, read_manifest
-from lattqe.store.writer import check_same_vectors
+from lattqe.store.manifest import seal_json, unseal_json
+from lattqe.store.writer import check_same_vectors, stack_features
+
+FinishedGraphs = dict[tuple[str, ...], NeighborGraph]
 
 
 class Bench:
@@ -42,7 +62,7 @@ class Bench:
         self.run, self.folder = run, folder.rstrip("/")
         self.place = open_place(f"{self.folder}/cells")
         self.place.sweep()  # of what a killed run was writing
-        self.inputs = {dataset.name: Inputs.open(dataset) for dataset in run.datasets}
+        self.inputs = {dataset.name: OpenedDataset.open(dataset) for dataset in run.datasets}
         self.distractors = {
             (dataset.name, each.name): FeatureSet.open(each.features)
             for dataset in run.datasets_of("test")
@@ -53,7 +73,7 @@ class Bench:
         self.models = {uri: read_manifest(open_place(uri), "model").digest for uri in run.models()}
         self._check_plan()
         known = finished_graphs(run.graphs, self.inputs, self.distractors, self._graph_k())
-        self.indexes = Indexes(self.folder, self.models, workers, shards, known)
+        self.indexes = Indexes(self.folder, workers, shards, known)
         self._known: dict[str, Measured] = {}
 
     def _check_plan(self) -> None:
@@ -191,18 +211,18 @@ class Bench:
         return max((method_of(each, dba=True).depth(each.k) for each in self.run.augmentations()), default=1)
 
 
-def plan_cells(bench: Bench, where: Where) -> list[Work]:
+def plan_cells(bench: Bench, where: Placement) -> list[Work]:
     """What the cells take that are needed next; which ones come after them is chosen by what they measure."""
     made, searches, known, cells = [], [], set(), bench.cells_to_do()
     for (dataset, distractors, dba, _), group in bench.groups(cells).items():
         sets, queries = bench.sets_of(dataset, distractors), bench.inputs[dataset].queries
-        rows, asked = sum(each.rows for each in sets), plans.Rows.of(queries)
+        rows, asked = sum(each.rows for each in sets), plans.PlannedRows.of(queries)
         searched = where.at(bench.indexes.shards is None and runs_here(rows))
-        found, depth = [plans.Rows.of(each) for each in sets], deepest(cell.pipeline for cell in group)
+        found, depth = [plans.PlannedRows.of(each) for each in sets], deepest(cell.pipeline for cell in group)
         searches.append(plans.cells(found, asked, len(group), searched, depth))
         if dba is None or dba.method in GRAPH_METHODS:
             continue
-        joined = replace(plans.Rows.sized(rows, asked.dim, queries.dtype), remote=not bench.place.is_local)
+        joined = replace(plans.PlannedRows.sized(rows, asked.dim, queries.dtype), remote=not bench.place.is_local)
         weighs = weighing_of(method_of(dba, dba=True), dba.k, asked.dim, rows)
         adapted = bool(dict(dba.params).get("adapt"))
         given = bench.known_graph(dataset, distractors, dba) is not None
@@ -215,3 +235,166 @@ def plan_cells(bench: Bench, where: Where) -> list[Work]:
     works = [summed(name, [work for work in made if work.stage == name]) for name in names]
     facts = {"cells": f"{len(cells):,} now; what they measure chooses more", **unplanned(cells)}
     return [*works, summed("cells", searches, **facts)]
+
+
+class Indexes:
+    """Opens the index of some rows for as long as its cells are being measured.
+
+    known: finished graphs, as `finished_graphs` calls them.
+    """
+
+    def __init__(self, folder: str, workers: int | None, shards: int | None, known: FinishedGraphs) -> None:
+        self.folder, self.workers, self.shards, self.known = folder, workers, shards, known
+        self.process = resident_bytes()  # as a worker is that holds no data
+        self.tell: Callable[[str], None] = lambda note: None
+        self.memory: dict[str, dict[str, int]] = {}  # of the largest worker of each stage that ran on Ray
+        self.costs = open_place(f"{folder}/costs")
+
+    @contextmanager
+    def original(self, sets: list[FeatureSet]) -> Iterator[tuple[Index, FeatureSet]]:
+        """The rows as they are."""
+        with self._open([each.uri for each in sets]) as index:
+            yield index, sets[0]
+
+    @contextmanager
+    def adapted(self, key: str, sets: list[FeatureSet]) -> Iterator[tuple[Index, FeatureSet]]:
+        """The rows in the space that is adapted to them; `key` names the result."""
+        to = f"{self.folder}/indexes/{key}-{ADAPTED}"
+        features = self._joined(sets)
+        with self.adapting(features, to) as on_rows:
+            rows, memory = adapted_rows(features, to, on_rows, self._where(features.rows))
+        self.note_memory("adaptation", memory)
+        with self._open([rows.uri]) as index:
+            yield index, rows
+        open_place(to).delete_tree()
+
+    @contextmanager
+    def augmented(
+        self, key: str, sets: list[FeatureSet], dba: Setting, graph_k: int
+    ) -> Iterator[tuple[Index, FeatureSet]]:
+        """The rows expanded from their neighbors; `key` names the result, `graph_k` is how long the graph is to be."""
+        in_space = bool(dict(dba.params).get("adapt"))
+        if dba.method in GRAPH_METHODS:
+            with self.adapted(key, sets) if in_space else nullcontext((None, sets[0])) as (_, rows):
+                yield self._propagated(key, [rows] if in_space else sets, dba), rows
+            return
+        clock = Clock()
+        k = max(min(graph_k, sum(each.rows for each in sets) - 1), 1)  # a single row has none, a list needs an entry
+        to = f"{self.folder}/indexes/{key}-{k}"
+        known = self.known.get(rows_key(sets, dba))
+        if known is not None and in_space:
+            features = FeatureSet.open(known.manifest.inputs["features"]["uri"])
+        else:
+            with clock("graph"):
+                features = self._joined(sets)
+        made = make_index(
+            augmentation_of(features, dba, to),
+            features,
+            lambda rows: known or self._graph([rows] if in_space else sets, rows, k),
+            self._where(features.rows),
+            adapting=in_space and known is None,
+            follower=self,
+            clock=clock,
+        )
+        self.note_memory("adaptation", made.adaptation)
+        for each in made.stages:
+            self.note_memory("hops" if each.stage.task.hopping else "augmentation", each.memory)
+        self._note_seconds(key, clock)
+        with self._open([to]) as index:
+            yield index, FeatureSet.open(to)
+        open_place(to).delete_tree()
+
+    def _joined(self, sets: list[FeatureSet]) -> FeatureSet:
+        """The rows of all as one set."""
+        to = f"{self.folder}/joined/{'-'.join(each.digest[:16] for each in sets)}"
+        return sets[0] if len(sets) == 1 else stack_features(sets, to)
+
+    def _where(self, rows: int) -> Workplace:
+        """Where so many rows are worked on."""
+        return Workplace(runs_here(rows, self.workers), self.workers, process=self.process)
+
+    @contextmanager
+    def adapting(self, original: FeatureSet, to: str) -> Iterator[Callable[[int], None]]:
+        """See `cluster.indexes.Follower`."""
+        self.tell(f"{original.rows:,} rows are adapted to their collection")
+        yield lambda rows: None
+
+    @contextmanager
+    def building(self, stage: IndexStage) -> Iterator[Callable[[int], None]]:
+        """See `cluster.indexes.Follower`."""
+        task = stage.task
+        what = f"{task.hops} hops of {task.method}" if task.hopping else f"{task.method} augments"
+        every = sum(stage.pending.part_rows) * (task.hops if task.hopping else 1)
+        advance = counted(every, lambda done, total: self.tell(f"{what} {done:,} of {total:,} rows"))
+        advance(0)
+        yield advance
+
+    def _propagated(self, key: str, sets: list[FeatureSet], dba: Setting) -> Index:
+        """The rows after a method that needs the whole graph at once, in this process."""
+        self.tell(f"{dba.method} over {sum(each.rows for each in sets):,} rows")
+        clock = Clock()
+        with clock("graph"):
+            rows = GraphRows(np.concatenate([each.read() for each in sets]))
+            rows.lists(dba.k)
+        with clock("augment"):
+            xb = graph_method(dba).augment(rows)
+        self._note_seconds(key, clock)
+        return SmallIndex(xb) if len(xb) <= ROWS_HERE else FlatIndex(xb)
+
+    def _note_seconds(self, key: str, clock: Clock) -> None:
+        """Keep what an index took, unless an earlier run did."""
+        if self.seconds(key) is None:
+            self.costs.write(f"{key}.json", seal_json({"key": key, "seconds": {"graph": 0.0, **clock.seconds}}))
+
+    def seconds(self, key: str) -> dict[str, float] | None:
+        """What graph, augmentation and any adaptation took; the graph counts for the cell that needed it first."""
+        try:
+            kept = unseal_json(self.costs.read(f"{key}.json"), key)
+        except (MissingFileError, CorruptDataError):  # a damaged one is as good as none
+            return None
+        return kept["seconds"] if kept.get("key") == key else None
+
+    @contextmanager
+    def _open(self, uris: list[str]) -> Iterator[Index]:
+        """An exact index of some rows: in shards, or here where starting them would cost more than searching."""
+        sets = [FeatureSet.open(uri) for uri in uris]
+        if self.shards is None and runs_here(sum(each.rows for each in sets)):
+            yield SmallIndex(np.concatenate([each.read() for each in sets]))
+            return
+        with ShardedIndex(uris, self.shards) as index:
+            yield index
+
+    def note_memory(self, stage: str, found: dict[str, int]) -> None:
+        """Keep the predicted and the real bytes of a stage's workers where it had any, the largest so far."""
+        known = self.memory.get(stage, {})
+        if found:
+            self.memory[stage] = {name: max(size, known.get(name, 0)) for name, size in found.items()}
+
+    def _graph(self, sets: list[FeatureSet], features: FeatureSet, k: int) -> NeighborGraph:
+        """Compute the graph of all rows; on Ray that of the distractors once, unless it is there, and the database is
+        merged into it.
+        """
+        database, distractors = sets[0], sets[1] if len(sets) > 1 else None
+        to = f"{self.folder}/graphs/{features.digest[:16]}-{k}"
+        self.tell(f"graph of {features.rows:,} rows")
+        if runs_here(features.rows, self.workers):
+            return publish_graph(features, k, to)
+        if distractors is None or distractors.rows <= k:
+            return self._graph_on_ray(GraphTask(features.uri, to, k))
+        apart = f"{self.folder}/graphs/{distractors.digest[:16]}-{k}"
+        known = self.known.get((distractors.digest,))
+        theirs = known or self._graph_on_ray(GraphTask(distractors.uri, apart, k))
+        return self._graph_on_ray(GraphTask(database.uri, to, k, distractors.uri, theirs.uri))
+
+    def _graph_on_ray(self, task: GraphTask) -> NeighborGraph:
+        check_sets(task)
+        pending = begin_graph(task)
+        if pending.finished is None:
+            task, plan, pending = prepare_graph(task, self.workers)
+            note = f"graph of {plan.rows:,} rows"
+            advance = counted(plan.products, lambda done, total: self.tell(f"{note}, {100 * done / total:.0f} %"))
+            peak = build_graph(task, advance, plan=plan, pending=pending).peak_bytes
+            predicted = plan.work.worker_bytes + plan.work.mapped
+            self.note_memory("graph", {"predicted_worker_bytes": predicted, "peak_worker_bytes": peak})
+        pending.finish()
+        return NeighborGraph.open(task.to)

@@ -20,7 +20,7 @@ from cluster.monitor import Tally, Watch
 from lattqe.errors import LattqeError
 from lattqe.store import Pending
 
-Block = TypeVar("Block", bound=Hashable)  # what names a block: a number, or a tuple such as (part, start, stop)
+BlockId = TypeVar("BlockId", bound=Hashable)  # what names a block: a number, or a tuple such as (part, start, stop)
 
 
 # How Ray says that an actor is gone: one that its memory monitor has killed has its own error.
@@ -65,23 +65,23 @@ class BlockSummary:
 
 
 @dataclass
-class _Flight(Generic[Block]):
+class _Flight(Generic[BlockId]):
     """One block on its way through one actor."""
 
-    block: Block
+    block: BlockId
     worker: int
     actor: Any
     started: float
 
 
-class _BlockRun(Generic[Block]):
+class _BlockRun(Generic[BlockId]):
     """The state of one `run_blocks`: which actor has which block, and what is still to do."""
 
     def __init__(
         self,
         make_worker: Callable[[int], Any],
         workers: int,
-        blocks: Iterable[Block],
+        blocks: Iterable[BlockId],
         method: str,
         policy: BlockPolicy,
         work: Tally,
@@ -91,10 +91,10 @@ class _BlockRun(Generic[Block]):
         self.watch = Watch(work.kind)
         self.queue = deque(blocks)
         self.remaining = set(self.queue)
-        self.failures: Counter[Block] = Counter()
-        self.suspects: set[Block] = set()  # an actor died with one of these; each runs alone until that is settled
+        self.failures: Counter[BlockId] = Counter()
+        self.suspects: set[BlockId] = set()  # an actor died with one of these; each runs alone until that is settled
         self.failed_starts = 0
-        self.flights: dict[Any, _Flight[Block]] = {}
+        self.flights: dict[Any, _Flight[BlockId]] = {}
         self.durations: list[float] = []
         self.looked_for_room = time.monotonic()
         self.summary = BlockSummary()
@@ -158,13 +158,13 @@ class _BlockRun(Generic[Block]):
     def load(self, worker: int) -> int:
         return sum(flight.worker == worker for flight in self.flights.values())
 
-    def has_room(self, worker: int, block: Block) -> bool:
+    def has_room(self, worker: int, block: BlockId) -> bool:
         on_it = [flight.block for flight in self.flights.values() if flight.worker == worker]
         if block in self.suspects or self.suspects.intersection(on_it):
             return not on_it
         return len(on_it) < self.policy.window
 
-    def send(self, block: Block, worker: int) -> None:
+    def send(self, block: BlockId, worker: int) -> None:
         actor = self.actors[worker]
         reference = getattr(actor, self.method).remote(block)
         self.flights[reference] = _Flight(block, worker, actor, time.monotonic())
@@ -197,7 +197,7 @@ class _BlockRun(Generic[Block]):
             self.watch.copied(self.work.label(block), worker)
             self.send(block, worker)
 
-    def collect(self, reference: Any, on_done: Callable[[Block, Any], Iterable[Block] | None]) -> None:
+    def collect(self, reference: Any, on_done: Callable[[BlockId, Any], Iterable[BlockId] | None]) -> None:
         flight = self.flights.pop(reference)
         try:
             result = ray.get(reference)
@@ -229,7 +229,7 @@ class _BlockRun(Generic[Block]):
                 self.remaining.update(more)
                 self.queue.extendleft(reversed(more))
 
-    def bury(self, flight: _Flight[Block], error: Exception) -> bool:
+    def bury(self, flight: _Flight[BlockId], error: Exception) -> bool:
         """Replace a dead actor, once; tell whether it is certain that it died of this block.
 
         Only where it had no other: an answer that it had given just before it died may be lost too, so that the oldest
@@ -247,7 +247,7 @@ class _BlockRun(Generic[Block]):
         self.suspects.update(other.block for other in (flight, *together))
         return False
 
-    def fail(self, flight: _Flight[Block], error: Exception) -> None:
+    def fail(self, flight: _Flight[BlockId], error: Exception) -> None:
         block = flight.block
         self.failures[block] += 1
         if self.failures[block] > self.policy.max_failures:
@@ -260,7 +260,7 @@ class _BlockRun(Generic[Block]):
             )
         self.requeue(flight)
 
-    def requeue(self, flight: _Flight[Block]) -> None:
+    def requeue(self, flight: _Flight[BlockId]) -> None:
         """Ask for a block again, unless it is done or another copy of it is still on its way."""
         block = flight.block
         if (
@@ -351,10 +351,10 @@ def _sound_parts(uri: str, numbers: list[int]) -> list[int]:
 def run_blocks(
     make_worker: Callable[[int], Any],
     workers: int,
-    blocks: Iterable[Block],
+    blocks: Iterable[BlockId],
     *,
     method: str = "run",
-    on_done: Callable[[Block, Any], Iterable[Block] | None],
+    on_done: Callable[[BlockId, Any], Iterable[BlockId] | None],
     policy: BlockPolicy | None = None,
     work: Tally | None = None,
     room: Callable[[int], int] | None = None,

@@ -10,8 +10,8 @@ import ray
 
 from cluster.blocks import BlockPolicy, BlockSummary, run_blocks
 from cluster.graph_worker import places
-from cluster.monitor import Tally
-from cluster.session import gpus_available, require_resources, worker_device
+from cluster.monitor import Tally, require_resources
+from cluster.session import gpus_available, worker_device
 from lattqe.errors import LattqeError
 from lattqe.extraction.encoder import EncoderSpec, open_encoder
 from lattqe.extraction.image import Framing, ImageList
@@ -22,7 +22,7 @@ from lattqe.store.place import traffic
 # A worker has one block at the network and the next one decoding its first images.
 BLOCKS_AT_ONCE = 2
 POLICY = BlockPolicy(window=BLOCKS_AT_ONCE, start_timeout=600.0)  # a worker reads the whole network first
-WORKERS_PER_NODE = 8  # on CPUs: more networks side by side would want more memory than machines have
+WORKERS_PER_NODE = 8  # on CPUs: more networks side by side would need more memory than machines have
 DECODING_THREADS = {"cpu": 2, "cuda": 4}
 
 
@@ -41,7 +41,7 @@ class ExtractionTask:
 
 
 @dataclass(frozen=True)
-class Workers:
+class WorkerPlan:
     """How many workers, and what each has."""
 
     count: int
@@ -64,7 +64,7 @@ class BlockReport:
     traffic: tuple[int, int] = (0, 0)  # bytes read and written meanwhile
 
 
-def plan_workers(wanted: int | None, device: str = "auto") -> Workers:
+def plan_workers(wanted: int | None, device: str = "auto") -> WorkerPlan:
     """One worker for each GPU of the cluster, or workers of one CPU each (of more on machines with more than eight).
 
     device: "cpu", "cuda", or "auto" for what LATTQE_DEVICE says, and where it says nothing GPUs if there are any.
@@ -81,11 +81,11 @@ def plan_workers(wanted: int | None, device: str = "auto") -> Workers:
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     smallest = min((cpus for cpus in nodes if cpus), default=1)  # a worker must fit on any node
     if gpus:
-        return Workers(wanted or gpus, min(DECODING_THREADS["cuda"], smallest), gpus=1, grows=wanted is None)
+        return WorkerPlan(wanted or gpus, min(DECODING_THREADS["cuda"], smallest), gpus=1, grows=wanted is None)
     if wanted is not None:
-        return Workers(wanted, max(1, min(sum(nodes) // wanted, smallest)), gpus=0)
+        return WorkerPlan(wanted, max(1, min(sum(nodes) // wanted, smallest)), gpus=0)
     each = max(1, smallest // WORKERS_PER_NODE)
-    return Workers(max(1, sum(cpus // each for cpus in nodes)), each, gpus=0, grows=True)
+    return WorkerPlan(max(1, sum(cpus // each for cpus in nodes)), each, gpus=0, grows=True)
 
 
 class ExtractionWorker:
@@ -119,7 +119,7 @@ class ExtractionWorker:
 
 
 def extract_blocks(
-    task: ExtractionTask, workers: Workers, blocks: list[int], on_done: Callable[[BlockReport], None]
+    task: ExtractionTask, workers: WorkerPlan, blocks: list[int], on_done: Callable[[BlockReport], None]
 ) -> BlockSummary:
     """Describe the given blocks; `on_done` is called for each as it is published."""
     count = min(workers.count, len(blocks))

@@ -37,8 +37,8 @@ from cluster.graph_worker import (
     threads_for,
     worker_budget,
 )
-from cluster.monitor import Tally
-from cluster.session import connected_machines, gpus_available, require_resources
+from cluster.monitor import Tally, connected_machines, require_resources
+from cluster.session import gpus_available
 from lattqe.cost.graph import Cut
 from lattqe.cost.rows import COSTS, clusters_memory, graph_on_ray
 from lattqe.cost.work import Machines, Stored, Work

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from cluster.session import fitting_threads, gpus_available, room_for
+from cluster.monitor import fitting_threads, room_for
+from cluster.session import gpus_available
 from lattqe.cost.graph import Cut
 from lattqe.cost.rows import visitor_rows
 from lattqe.device import peak_bytes

@@ -20,8 +20,7 @@ import ray
 
 from cluster.blocks import BlockPolicy, check_parts, run_blocks
 from cluster.graph_worker import StaleListsError, file_name, places, read_lists, threads_for, write_lists
-from cluster.monitor import Tally
-from cluster.session import require_resources
+from cluster.monitor import Tally, require_resources
 from lattqe.augmentation.growth import Growth, reusable_rows
 from lattqe.augmentation.recipe import write_reusable
 from lattqe.cost.rows import visitor_rows

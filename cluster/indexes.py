@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from lattqe import augmentation
-from lattqe.augmentation import Augmentation, AugmentSummary, begin_index, build_index
+from lattqe.augmentation import recipe
+from lattqe.augmentation.index import begin_index, build_index
+from lattqe.augmentation.recipe import Augmentation, AugmentSummary
 from lattqe.device import pick_device, resident_bytes
 from lattqe.expansion import create
 from lattqe.search.rows import Clock
 from lattqe.store import FeatureSet, Manifest, NeighborGraph, Pending
 
 if TYPE_CHECKING:
-    from cluster.reach import Reach
+    from cluster.augmentation import Reach
 
 OnRows = Callable[[int], None]
 
@@ -39,7 +40,7 @@ class Workplace:
 
 
 @dataclass(frozen=True)
-class Stage:
+class IndexStage:
     """Rows, edges or hops that are about to be made, as `pending` says what is missing of them.
 
     On Ray: how many workers it begins with, the bytes of one, mapped files included, and what these are, and how
@@ -61,7 +62,7 @@ class Follower(Protocol):
     def adapting(self, original: FeatureSet, to: str) -> AbstractContextManager[OnRows]:
         """The rows of an index in `to` are adapted to their collection."""
 
-    def building(self, stage: Stage) -> AbstractContextManager[OnRows]:
+    def building(self, stage: IndexStage) -> AbstractContextManager[OnRows]:
         """The index, its edges or its hops are made."""
 
 
@@ -69,7 +70,7 @@ class Follower(Protocol):
 class Built:
     """A finished stage: what it made, and what it took."""
 
-    stage: Stage
+    stage: IndexStage
     manifest: Manifest
     summary: AugmentSummary
 
@@ -141,7 +142,7 @@ def adapted_rows(
     the workers that did it on Ray.
     """
     if where.here:
-        return augmentation.adapted_rows(original, to, on_rows), {}
+        return recipe.adapted_rows(original, to, on_rows), {}
     from cluster.augmentation import adapted_rows as on_workers
 
     return on_workers(original, to, on_rows, workers=where.workers, cache=cache)
@@ -154,7 +155,7 @@ def build_stages(task: Augmentation, where: Workplace, follower: Follower) -> li
 
 def _built_here(task: Augmentation, follower: Follower) -> Built:
     pending = begin_index(task)
-    stage = Stage(task, pending)
+    stage = IndexStage(task, pending)
     with follower.building(stage) as on_rows:
         summary = build_index(task, on_rows)
     return Built(stage, pending.finish(), summary)
@@ -179,7 +180,7 @@ def _built(task: Augmentation, where: Workplace, follower: Follower) -> Built:
         method = create(task.method, **task.params)
         memory = on_ray.predict_memory(task, features, graph, method, reach, where.process)
         predicted, parts = memory.total, memory.parts()
-    stage = Stage(task, pending, False, workers, predicted, parts, reach)
+    stage = IndexStage(task, pending, False, workers, predicted, parts, reach)
     with follower.building(stage) as on_rows:
         summary = on_ray.build_index(task, on_rows, workers=where.workers, reach=reach, pending=pending)
     return Built(stage, pending.finish(), summary)

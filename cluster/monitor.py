@@ -1,4 +1,4 @@
-"""Looking at a cluster: what its work is counted by, and what each of its nodes says of itself.
+"""Looking at a cluster: what its work is counted by, what its nodes have room for, what each says of itself.
 
 What runs is counted for the Ray dashboard and Prometheus, and written to the log file. Metrics carry the Ray job's id
 (`job`), the kind of work (`kind`) and the number of the actor that did it (`shard`); Ray puts `ray_` before their
@@ -17,7 +17,7 @@ import subprocess
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -28,6 +28,7 @@ import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from lattqe.cost import Machines
 from lattqe.errors import LattqeError, event
 from lattqe.store.place import traffic
 
@@ -35,7 +36,7 @@ RATE_SECONDS = 60.0  # rows/s are those of the last minute
 BLOCK_SECONDS = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0]
 TAGS = ("job", "kind", "shard")
 PACKAGES = ("ray", "torch", "numpy", "pyarrow", "boto3", "safetensors", "faiss-cpu", "faiss-cuda", "lattqe")
-LEAST_SHARED_MEMORY = 1 << 30  # Ray falls back to slow files on disk below what its object store wants
+LEAST_SHARED_MEMORY = 1 << 30  # Ray falls back to slow files on disk below what its object store needs
 LEAST_DISK = 10 << 30  # a cached million rows of 2048 halves, and room for parts in the making
 # The oldest driver for each CUDA that a torch wheel may be built with (NVIDIA, minor version compatibility).
 DRIVER_FLOOR = {11: 450, 12: 525, 13: 580}
@@ -352,3 +353,43 @@ def _differences(reports: list[NodeReport]) -> list[str]:
                 f"{name} differs between nodes ({', '.join(sorted(versions))}): install the same version everywhere"
             )
     return lines
+
+
+def connected_machines(workers: int | None = None) -> Machines:
+    """The connected cluster, its nodes taken as equal; `workers`: as many as will share the work."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+    count = max(len(nodes), 1)
+    cpus, gpus, memory = (sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU", "memory"))
+    return Machines(count, max(int(cpus // count), 1), int(gpus // count), memory / count, asked=workers)
+
+
+def room_for(per_worker: Mapping[str, float]) -> int:
+    """How many workers that need so much each the nodes have room for: a worker is never spread over two nodes."""
+    nodes, needs = (node["Resources"] for node in ray.nodes() if node["Alive"]), per_worker.items()
+    return sum(min(int((node.get(name, 0) + 1e-9) // amount) for name, amount in needs if amount) for node in nodes)
+
+
+def fitting_threads(workers: int, beside: Mapping[str, float]) -> int:
+    """The CPUs of each worker: its share of all, but no more than leave room for all, with what each takes `beside`."""
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    share = min(sum(cpus) // workers, max(cpus, default=1))
+    return next((each for each in range(share, 1, -1) if room_for({"CPU": each, **beside}) >= workers), 1)
+
+
+def require_resources(per_worker: Mapping[str, float], workers: int, timeout: float = 60.0) -> None:
+    """Wait until the nodes have room for that many workers, or say plainly what is missing.
+
+    An autoscaling cluster grows while we wait; a fixed one that is too small is reported after `timeout` seconds
+    instead of leaving actors pending forever.
+    """
+    deadline = time.monotonic() + timeout
+    while (room := room_for(per_worker)) < workers:
+        if time.monotonic() >= deadline:
+            owned, needs = ray.cluster_resources(), [(name, amount) for name, amount in per_worker.items() if amount]
+            short = [(name, amount) for name, amount in needs if amount * workers > owned.get(name, 0) + 1e-9]
+            told = [f"{amount * workers:g} {name} (the cluster has {owned.get(name, 0):g})" for name, amount in short]
+            if not short:
+                each = " and ".join(f"{amount:g} {name}" for name, amount in needs)
+                told = [f"{each} each on one node (there is room for {room} of them)"]
+            raise LattqeError(f"{workers} workers need {', '.join(told)}: ask for fewer or smaller ones, or add nodes")
+        time.sleep(min(1.0, timeout))

@@ -5,18 +5,22 @@ while nothing runs, so a job would find neither GPUs nor CPUs and could not tell
 LATTQE_CPUS say so (`lattqe submit --gpus 8` sets it).
 
 Workers elsewhere need the driver's storage settings. Ray writes `env_vars` of a runtime environment into its logs on
-every node; so they come from a function that Ray runs in each new worker and keeps in its own memory only.
+every node; so they come from a function that Ray runs in each new worker and keeps in its own memory only. A
+driver notices when its Ray is gone, and leaves it all the same.
 """
 
+import atexit
 import logging
 import os
 import secrets
+import select
 import signal
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +30,93 @@ from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 import lattqe
-from cluster.watched import GoneError, disconnect, watched
-from lattqe.cost.work import Machines
 from lattqe.errors import LattqeError, event
+
+LEAVE_SECONDS = 2.0  # for Ray to say goodbye to a cluster that is gone
+
+
+class GoneError(LattqeError):
+    """Ray has ended on this machine."""
+
+
+def disconnect(gone: bool = False) -> None:
+    """Leave Ray.
+
+    From a cluster that is gone it would wait for an answer for a minute, and then end this process without a word from
+    us: so that is left to a thread, which `jobs/console.py` knows by its name and does not wait for.
+    """
+    if not gone:
+        ray.shutdown()
+        return
+    atexit.unregister(ray.shutdown)
+    thread = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+    thread.start()
+    thread.join(LEAVE_SECONDS)
+
+
+def processes_here() -> dict[str, int]:
+    """Process ids, as far as known: of the raylet that this driver talks to and, where it has started one, its head."""
+    node = ray._private.worker._global_node
+    if node is None:
+        return {}
+    names = (ray_constants.PROCESS_TYPE_GCS_SERVER, ray_constants.PROCESS_TYPE_RAYLET)
+    found = {name: started[0].process.pid for name in names if (started := node.all_processes.get(name))}
+    if ray_constants.PROCESS_TYPE_RAYLET not in found:  # not started by this driver: who listens at its socket?
+        with suppress(OSError, AttributeError), socket.socket(socket.AF_UNIX) as knock:
+            knock.connect(node.raylet_socket_name)
+            listener = knock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            found[ray_constants.PROCESS_TYPE_RAYLET] = struct.unpack("3i", listener)[0]
+    return {name: pid for name, pid in found.items() if pid > 0}
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """End the body with one line when a process of Ray on this machine has ended: alone it might wait for an answer
+    without end.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(os, "pidfd_open"):
+        yield
+        return
+    ended: list[str] = []
+    node = ray._private.worker._global_node
+    tell = signal.SIGRTMIN + 7  # jobs in the background of a script ignore SIGINT
+    with ExitStack() as stack:
+        watched = {}
+        for name, pid in processes_here().items():
+            with suppress(OSError):  # ended already, or of another user
+                watched[os.pidfd_open(pid)] = name
+                stack.callback(os.close, next(reversed(watched)))
+        done, finish = os.pipe()
+        stack.callback(os.close, done)
+
+        def wait() -> None:
+            poll = select.poll()
+            for descriptor in (done, *watched):
+                poll.register(descriptor, select.POLLIN)
+            seen = [descriptor for descriptor, _ in poll.poll()]
+            if done not in seen and ray.is_initialized() and ray._private.worker._global_node is node:  # not by us
+                ended.append(watched[seen[0]])
+                signal.pthread_kill(main, tell)
+
+        def interrupt(number: int, frame: Any) -> None:
+            raise KeyboardInterrupt  # which every job knows how to end by
+
+        stack.callback(signal.signal, tell, signal.signal(tell, interrupt))
+        main, thread = threading.get_ident(), threading.Thread(target=wait, name="ray-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if not ended:
+                raise
+            raise GoneError(
+                f"Ray has ended on this machine (its {ended[0]} is gone, often for lack of memory): finished work is "
+                "kept; run the same command again to continue, with fewer --workers if memory was short"
+            ) from error
+        finally:
+            os.close(finish)  # which the thread sees as the end of the pipe
+            thread.join()
+
 
 GROW_SECONDS = 1200.0  # to start machines, pull their images and install; a spot request may be refused first
 POLL_SECONDS = 2.0
@@ -87,7 +175,9 @@ def _wait(needs: dict[str, int], seconds: float) -> None:
         if all(owned.get(resource, 0) >= count for resource, count in needs.items()):
             break
         if time.monotonic() >= deadline:
-            missing = [f"{resource} (wanted {count})" for resource, count in needs.items() if not owned.get(resource)]
+            missing = [
+                f"{resource} (asked for {count})" for resource, count in needs.items() if not owned.get(resource)
+            ]
             if missing:
                 raise LattqeError(
                     f"the cluster did not grow within {seconds:.0f} s: still no {', '.join(missing)}: "
@@ -293,43 +383,3 @@ def worker_device() -> str:
     """The kind of device that workers compute on: what LATTQE_DEVICE says, or GPUs where the cluster has any."""
     named = os.environ.get("LATTQE_DEVICE") or "auto"
     return ("cuda" if gpus_available() else "cpu") if named == "auto" else named.partition(":")[0]
-
-
-def connected_machines(workers: int | None = None) -> Machines:
-    """The connected cluster, its nodes taken as equal; `workers`: as many as will share the work."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-    count = max(len(nodes), 1)
-    cpus, gpus, memory = (sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU", "memory"))
-    return Machines(count, max(int(cpus // count), 1), int(gpus // count), memory / count, asked=workers)
-
-
-def room_for(per_worker: Mapping[str, float]) -> int:
-    """How many workers that need so much each the nodes have room for: a worker is never spread over two nodes."""
-    nodes, needs = (node["Resources"] for node in ray.nodes() if node["Alive"]), per_worker.items()
-    return sum(min(int((node.get(name, 0) + 1e-9) // amount) for name, amount in needs if amount) for node in nodes)
-
-
-def fitting_threads(workers: int, beside: Mapping[str, float]) -> int:
-    """The CPUs of each worker: its share of all, but no more than leave room for all, with what each takes `beside`."""
-    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    share = min(sum(cpus) // workers, max(cpus, default=1))
-    return next((each for each in range(share, 1, -1) if room_for({"CPU": each, **beside}) >= workers), 1)
-
-
-def require_resources(per_worker: Mapping[str, float], workers: int, timeout: float = 60.0) -> None:
-    """Wait until the nodes have room for that many workers, or say plainly what is missing.
-
-    An autoscaling cluster grows while we wait; a fixed one that is too small is reported after `timeout` seconds
-    instead of leaving actors pending forever.
-    """
-    deadline = time.monotonic() + timeout
-    while (room := room_for(per_worker)) < workers:
-        if time.monotonic() >= deadline:
-            owned, needs = ray.cluster_resources(), [(name, amount) for name, amount in per_worker.items() if amount]
-            short = [(name, amount) for name, amount in needs if amount * workers > owned.get(name, 0) + 1e-9]
-            told = [f"{amount * workers:g} {name} (the cluster has {owned.get(name, 0):g})" for name, amount in short]
-            if not short:
-                each = " and ".join(f"{amount:g} {name}" for name, amount in needs)
-                told = [f"{each} each on one node (there is room for {room} of them)"]
-            raise LattqeError(f"{workers} workers need {', '.join(told)}: ask for fewer or smaller ones, or add nodes")
-        time.sleep(min(1.0, timeout))

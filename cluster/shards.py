@@ -48,7 +48,7 @@ class ShardPolicy:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowRange:
     """Rows start..stop of one feature set."""
 
     uri: str
@@ -61,7 +61,7 @@ class Shard:
     """The actor: rows of one or several feature sets in this process's memory, numbered from `first_row`."""
 
     def __init__(
-        self, pieces: Sequence[Piece], first_row: int, threads: int, cache: str | None, device: str = "auto"
+        self, pieces: Sequence[RowRange], first_row: int, threads: int, cache: str | None, device: str = "auto"
     ) -> None:
         import torch
 
@@ -148,7 +148,7 @@ class ShardedIndex:
         self._group = reserve(self.bundle, self.shards, self.policy.start_timeout)
         spans = [(each.uri, each.rows) for each in sets]
         self._actors = [
-            self._start(shard, cut_pieces(spans, *cut, ids), node_folder(cache))
+            self._start(shard, cut_ranges(spans, *cut, ids), node_folder(cache))
             for shard, cut in enumerate(pairwise(self.cuts))
         ]
         try:
@@ -158,7 +158,7 @@ class ShardedIndex:
             self.close()
             raise
 
-    def _start(self, shard: int, pieces: list[Piece], cache: str | None) -> Any:
+    def _start(self, shard: int, pieces: list[RowRange], cache: str | None) -> Any:
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=shard)
         threads = max(int(self.bundle.get("CPU", 1)), 1)
         actor = ray.remote(
@@ -335,13 +335,13 @@ def _joint_shape(sets: list[FeatureSet]) -> tuple[int, int]:
     return rows, sets[0].dim
 
 
-def cut_pieces(spans: Sequence[tuple[str, int]], start: int, stop: int, ids: bool = False) -> list[Piece]:
+def cut_ranges(spans: Sequence[tuple[str, int]], start: int, stop: int, ids: bool = False) -> list[RowRange]:
     """The parts of feature sets (uri, rows), laid end to end, that make up rows start..stop; with ids of the first."""
     pieces, first = [], 0
     for uri, rows in spans:
         low, high = max(start, first), min(stop, first + rows)
         if low < high:
-            pieces.append(Piece(uri, low - first, high - first, ids and not first))
+            pieces.append(RowRange(uri, low - first, high - first, ids and not first))
         first += rows
     return pieces
 

@@ -19,14 +19,14 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.blocks import ACTOR_LOST
-from cluster.monitor import Watch
-from cluster.session import GROW_SECONDS, fitting_threads, require_resources, worker_device
+from cluster.monitor import Watch, fitting_threads, require_resources
+from cluster.session import GROW_SECONDS, worker_device
 from lattqe.errors import LattqeError
 from lattqe.store.local import scratch_folder
 
 # lattqe.training is imported where it is used: Ray loads this module into processes that have no need for torch.
 if TYPE_CHECKING:
-    from lattqe.training import Plan, Progress
+    from lattqe.training import TrainingPlan, TrainingProgress
 
 # A worker group is started again that many times before the training gives up; preempted nodes are not counted.
 MAX_FAILURES = 10
@@ -98,7 +98,7 @@ def _train_as_one_of_a_team(config: dict[str, Any]) -> None:
     import ray.train.torch
     import torch
 
-    from lattqe.training import Plan, Team, train
+    from lattqe.training import Team, TrainingPlan, train
     from lattqe.training.loop import StoppedError
     from lattqe.training.stage import NotFiniteError
 
@@ -111,14 +111,14 @@ def _train_as_one_of_a_team(config: dict[str, Any]) -> None:
 
     answers: list[Any] = []
 
-    def tell(progress: "Progress") -> bool:
+    def tell(progress: "TrainingProgress") -> bool:
         """Tell without waiting; the answer to an earlier update says whether to stop."""
         answers.append(board.tell.remote(progress.step, progress.total, progress.note))
         ready, answers[:] = ray.wait(answers, num_returns=len(answers), timeout=0)
         return any(ray.get(ready))
 
     try:
-        train(Plan.from_dict(config["plan"]), team, tell)
+        train(TrainingPlan.from_dict(config["plan"]), team, tell)
     except (NotFiniteError, StoppedError) as error:  # on all workers alike, or all of them are about to end
         ray.get(board.fail.remote(str(error)))
     except LattqeError as error:  # perhaps here alone: raise, so that the others do not wait forever
@@ -127,7 +127,7 @@ def _train_as_one_of_a_team(config: dict[str, Any]) -> None:
 
 
 def train_on_cluster(
-    plan: "Plan",
+    plan: "TrainingPlan",
     workers: int,
     threads: int | None = None,
     show: Callable[[Standing], None] = lambda standing: None,
@@ -209,7 +209,13 @@ def _gpus() -> dict[str, float]:
 
 
 def _trainer(
-    plan: "Plan", board: Any, workers: int, threads: int, resources: dict[str, float], storage: str, max_failures: int
+    plan: "TrainingPlan",
+    board: Any,
+    workers: int,
+    threads: int,
+    resources: dict[str, float],
+    storage: str,
+    max_failures: int,
 ) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer

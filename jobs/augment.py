@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections import Counter
 
     from cluster.indexes import Built
-    from lattqe.augmentation import Augmentation, GrowthCost, Recipe
-    from lattqe.augmentation.growth import Growth
+    from lattqe.augmentation.growth import Growth, GrowthCost
+    from lattqe.augmentation.recipe import Augmentation, Recipe
     from lattqe.cost import Work
-    from lattqe.cost.plans import Setting
+    from lattqe.cost.plans import Placement
     from lattqe.expansion import Method
     from lattqe.store import FeatureSet, NeighborGraph, Pending
 
@@ -90,7 +90,7 @@ def main(
 
     Example: lattqe augment features --method lattqe --model model -k 48 --to index
     """
-    from lattqe.augmentation import GRAPH, Augmentation
+    from lattqe.augmentation.recipe import GRAPH, Augmentation
     from lattqe.cost import plans
     from lattqe.expansion import create
     from lattqe.search.rows import check_k
@@ -137,7 +137,7 @@ def made_index(
     """
     from cluster import runs_here
     from cluster.indexes import Workplace, make_index
-    from lattqe.augmentation import describe
+    from lattqe.augmentation.recipe import describe
     from lattqe.search.rows import Clock
     from lattqe.store import NeighborGraph, find_manifest, open_place
     from lattqe.store.pending import refuse_unlike
@@ -184,11 +184,11 @@ def chosen_hops(method: "Method", hops: int | None, alpha: float | None, rows: i
 
 
 def chosen_adapting(method: "Method", adapt: bool | None, neighbors: str | None, original: "FeatureSet") -> bool:
-    """Whether rows are adapted: as was requested, or as the method wants where no graph of other rows is given.
+    """Whether rows are adapted: as requested, or as the method was trained where no graph of other rows is given.
 
     Never twice: queries would go through the second map alone.
     """
-    from lattqe.augmentation import ADAPTATION
+    from lattqe.augmentation.recipe import ADAPTATION
 
     already = ADAPTATION in original.manifest.inputs
     if adapt and neighbors is not None:
@@ -262,8 +262,8 @@ def append(
     """
     from cluster import runs_here
     from cluster.indexes import Workplace, build_stages, placed
-    from lattqe.augmentation import ORIGINALS, Recipe
     from lattqe.augmentation.growth import adapted_newcomers, check_joinable, join_features, kept_rows, plan_growth
+    from lattqe.augmentation.recipe import ORIGINALS, Recipe
     from lattqe.device import resident_bytes
     from lattqe.expansion import create
     from lattqe.store import FeatureSet
@@ -321,14 +321,14 @@ def show_growth(cost: "GrowthCost") -> None:
     )
 
 
-def planned(recipe: "Recipe", joined: int, removed: int, where: "Setting") -> "list[Work]":
+def planned(recipe: "Recipe", joined: int, removed: int, where: "Placement") -> "list[Work]":
     """What the growth takes, as far as it can be known without comparing anything."""
     from lattqe.cost import plans
     from lattqe.cost.work import Stored
     from lattqe.expansion import create
 
     method, graph = create(recipe.method, **recipe.params), recipe.graph
-    rows = plans.Rows.of(recipe.features)
+    rows = plans.PlannedRows.of(recipe.features)
     stored = Stored.of(graph.manifest)
     return plans.append(rows, stored, graph.k, joined, removed, method, recipe.k, where, recipe.hops)
 

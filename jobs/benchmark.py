@@ -25,7 +25,7 @@ from jobs.console import (
     warn,
 )
 from jobs.plan import Address, Assume, Plan, setting, tell, this_machine
-from lattqe.benchmark.presets import PRESETS, Options, preset_run
+from lattqe.benchmark.presets import PRESETS, PresetOptions, preset_run
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def main(
     refuse_foreign_results(open_place(to))
     # What a preset makes goes to the run's folder; of a plan nothing stays.
     with scratch_folder("plan") if plan else nullcontext(to.rstrip("/")) as folder:
-        options = Options(str(folder), data, model, *map(several, (columns, features, queries, relevant)))
+        options = PresetOptions(str(folder), data, model, *map(several, (columns, features, queries, relevant)))
         chosen, cells = chosen_run(spec, options, ablations)
         if check:
             check_golden(chosen)
@@ -135,7 +135,7 @@ def several(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
     return tuple(values) if values else None
 
 
-def chosen_run(spec: str, options: Options, ablations: str | None) -> "tuple[Run, Sequence[DensityCell] | None]":
+def chosen_run(spec: str, options: PresetOptions, ablations: str | None) -> "tuple[Run, Sequence[DensityCell] | None]":
     """The run of a TOML file or of a preset; and for the preset density its cells, which have their own report."""
     from lattqe.benchmark.runfile import load_run
     from lattqe.benchmark.spec import trained_ablations
@@ -223,7 +223,7 @@ def fill(chosen: "Run", bench: "Bench") -> None:
         with progress_bar("cells", len(cells)) as bar:
             bench.indexes.tell = partial(bar.advance, 0)
             bench.fill(cells, lambda cell, bar=bar: bar.advance(1, cell.dataset))  # type: ignore[misc]
-        if not warned:  # after the first step, which is no expansion: before hours go into the rest
+        if not warned:  # after the first step, which measures no expansion: before hours go into the rest
             warned = True
             warn(golden_warnings(chosen, bench))
 
@@ -249,9 +249,9 @@ def show_plan(chosen: "Run", bench: "Bench") -> None:
 def planned_memory(bench: "Bench") -> str:
     """What workers will hold and map for the cells that are measured first, on nodes like this one."""
     from cluster.benchmark import plan_cells
-    from lattqe.cost.plans import Setting
+    from lattqe.cost.plans import Placement
 
-    where = Setting(replace(this_machine(), asked=bench.indexes.workers or bench.indexes.shards))
+    where = Placement(replace(this_machine(), asked=bench.indexes.workers or bench.indexes.shards))
     works = plan_cells(bench, where)
     return ", ".join(f"{work.stage} {human_bytes(work.worker_bytes + work.mapped)}" for work in works)
 
@@ -259,11 +259,11 @@ def planned_memory(bench: "Bench") -> str:
 def golden_warnings(chosen: "Run", bench: "Bench") -> list[str]:
     """Say where features that should be the paper's do not give the paper's numbers without expansion."""
     from lattqe.benchmark.choosing import NO_EXPANSION
-    from lattqe.datasets.revisited import golden_differences, published
+    from lattqe.datasets.revisited import golden_differences, published_scores
 
     warnings: list[str] = []
     for dataset in chosen.datasets_of("test") if chosen.published else ():
-        if dataset.name in published()["golden"]["map"]:
+        if dataset.name in published_scores()["golden"]["map"]:
             plain = bench.lookup(NO_EXPANSION.cell(dataset)).scores
             warnings += golden_differences(dataset.name, {one.setup: 100 * one.mean_ap for one in plain})
     return warnings
@@ -281,7 +281,7 @@ def approximate_warnings(bench: "Bench") -> list[str]:
 
 def facts(chosen: "Run", bench: "Bench") -> dict[str, Any]:
     """What the results carry of their inputs: digests, the resolved run, published numbers and warnings."""
-    from lattqe.datasets.revisited import published
+    from lattqe.datasets.revisited import published_scores
 
     inputs: dict[str, Any] = {
         name: {
@@ -296,7 +296,7 @@ def facts(chosen: "Run", bench: "Bench") -> dict[str, Any]:
         for (dataset, name), features in bench.distractors.items()
     }
     inputs |= {uri: {"model": digest} for uri, digest in bench.models.items()}
-    paper = {name: published()[name] for name in ("table2", "table3")} if chosen.published else {}
+    paper = {name: published_scores()[name] for name in ("table2", "table3")} if chosen.published else {}
     return {
         "inputs": inputs,
         "run": json_format.loads(json_format.dumps(asdict(chosen))),
@@ -307,16 +307,16 @@ def facts(chosen: "Run", bench: "Bench") -> dict[str, Any]:
 
 def check_golden(chosen: "Run") -> None:
     """Show mAP without expansion next to the paper's; features that do not give its numbers are refused."""
-    from lattqe.benchmark.cells import Inputs
+    from lattqe.benchmark.cells import OpenedDataset
     from lattqe.datasets.prepare import plain_scores
-    from lattqe.datasets.revisited import golden_differences, published
+    from lattqe.datasets.revisited import golden_differences, published_scores
 
-    golden, wrong = published()["golden"]["map"], []
+    golden, wrong = published_scores()["golden"]["map"], []
     tested = [dataset for dataset in chosen.datasets_of("test") if dataset.name in golden]
     if not tested:
         raise LattqeError(f"--check compares {', '.join(golden)} with the paper's numbers: this run has neither")
     for dataset in tested:
-        opened = Inputs.open(dataset)
+        opened = OpenedDataset.open(dataset)
         measured = {
             name: 100 * one.mean_ap for name, one in plain_scores(opened.database, opened.queries, opened.truth).items()
         }

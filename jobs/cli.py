@@ -60,9 +60,10 @@ VERBS = (
     ),
     Verb(
         "duplicates",
-        "jobs.duplicates",
+        "jobs.lists",
         "near-duplicates within a set, or between two",
         "lattqe duplicates features --graph graph --threshold 0.95 --to duplicates",
+        "duplicates_app",
     ),
     Verb(
         "train",
@@ -91,14 +92,14 @@ VERBS = (
     ),
     Verb(
         "gallery",
-        "jobs.ranks",
+        "jobs.lists",
         "ranks → a page of pictures, before and after",
         "lattqe gallery ranks --against plain-ranks --images photos --to gallery.html",
         "gallery_app",
     ),
     Verb(
         "evaluate",
-        "jobs.ranks",
+        "jobs.lists",
         "ranks → mAP and mP@k, overall and per query",
         "lattqe evaluate ranks --truth gnd_roxford5k.pkl",
         "evaluate_app",

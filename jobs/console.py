@@ -230,6 +230,28 @@ def _terminate(number: int, frame: Any) -> None:
     raise Terminated
 
 
+class _NoPandas:
+    """A finder of modules that finds no pandas."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError(name)
+
+
+def leave_pandas_out() -> None:
+    """Let pyarrow look for pandas once, in vain: it would import it with the first array, half a second in every verb,
+    only to ask whether the array is one of pandas'. What converts to pandas still imports it.
+    """
+    import pyarrow as pa
+
+    hidden: Any = _NoPandas()
+    sys.meta_path.insert(0, hidden)
+    try:
+        pa.array([0])
+    finally:
+        sys.meta_path.remove(hidden)
+
+
 def interruptible(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let Ctrl-C end a job with one line and exit code 130, SIGTERM with 143.
 
@@ -241,6 +263,7 @@ def interruptible(function: Callable[..., Any]) -> Callable[..., Any]:
         main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGTERM, _terminate) if main else None
         try:
+            leave_pandas_out()
             return function(*args, **kwargs)
         except KeyboardInterrupt as interrupt:
             before = None  # it stays ignored until the process has ended
@@ -332,7 +355,7 @@ def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
 
 
 def shown(text: str) -> str:
-    """Text from users for the screen: brackets are no markup, and control characters do nothing."""
+    """Text from users for the screen: brackets are not markup, and control characters do nothing."""
     return escape(printable(text))
 
 

@@ -124,7 +124,7 @@ def augment_database(features: str, graph: str, model: str, to: str) -> None:
     """LAttDBA of a feature set with the numbers of neighbors and hops that training chose."""
     from cluster.indexes import Workplace, build_stages, placed
     from jobs.index import OnScreen
-    from lattqe.augmentation import Augmentation
+    from lattqe.augmentation.recipe import Augmentation
     from lattqe.benchmark.spec import chosen_neighbors
     from lattqe.expansion import create
     from lattqe.store import FeatureSet

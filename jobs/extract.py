@@ -11,10 +11,10 @@ from jobs.plan import Assume, Plan, setting, tell
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
-    from cluster.extraction import Workers
+    from cluster.extraction import WorkerPlan
     from lattqe.cost import Work
-    from lattqe.cost.plans import Setting
-    from lattqe.extraction.encoder import Encoder, EncoderSpec
+    from lattqe.cost.plans import Placement
+    from lattqe.extraction.encoder import EncoderSpec, ImageEncoder
     from lattqe.extraction.image import Framing, ImageList
     from lattqe.extraction.stage import Destination
     from lattqe.store import Manifest
@@ -48,9 +48,7 @@ def main(
     checkpoint: Annotated[str | None, typer.Option(help="network file: .pth, torch.export or TorchScript")] = None,
     model: Annotated[str | None, typer.Option(help="backbone: timm:NAME, torchvision:NAME or open_clip:NAME")] = None,
     weights: Annotated[str | None, typer.Option(help="with --model: its state dict, .safetensors or .pth")] = None,
-    pool: Annotated[
-        str, typer.Option(help="with --model: cls, gem or mean; default cls if it has one, else gem")
-    ] = "auto",
+    pool: Annotated[str, typer.Option(help="with --model: cls, gem or mean; default: cls, else gem")] = "auto",
     encoder: Annotated[str | None, typer.Option(help="module:function that returns an encoder")] = None,
     scales: Annotated[str | None, typer.Option(help="relative sizes, averaged; default 1,0.7071,1.4142")] = None,
     size: Annotated[int | None, typer.Option(help="limit of the long side in pixels; default 1024")] = None,
@@ -62,18 +60,12 @@ def main(
     max_bad: MaxBad = None,
     max_pixels: Annotated[int, typer.Option(help="skip images that are larger according to their header")] = 89_000_000,
     exif: Annotated[bool, typer.Option("--exif/--no-exif", help="rotate images according to their EXIF tag")] = True,
-    mean: Annotated[
-        str | None, typer.Option(help="R,G,B mean for normalising the input; default: the encoder's")
-    ] = None,
-    std: Annotated[
-        str | None, typer.Option(help="R,G,B deviation for normalising the input; default: the encoder's")
-    ] = None,
+    mean: Annotated[str | None, typer.Option(help="R,G,B mean of the input; default: the encoder's")] = None,
+    std: Annotated[str | None, typer.Option(help="R,G,B deviation of the input; default: the encoder's")] = None,
     dtype: Annotated[str, typer.Option(help="float16 or float32")] = "float16",
     batch: Annotated[int, typer.Option(help="images of equal size to encode together")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    workers: Annotated[
-        int | None, typer.Option(help="workers, each with a network; default one per GPU or CPU")
-    ] = None,
+    workers: Annotated[int | None, typer.Option(help="each with a network; default: one per GPU or CPU")] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster to join; default: this machine")] = None,
     plan: Plan = False,
     assume: Assume = None,
@@ -130,7 +122,7 @@ def _show_result(to: str, finished: "Manifest", dim: int, json: bool) -> None:
         print_json({"uri": to, "rows": finished.rows, "dim": dim, "skipped": finished.config["skipped"]})
 
 
-def on_device(where: "Setting", device: str) -> "Setting":
+def on_device(where: "Placement", device: str) -> "Placement":
     """The machines as `--device` uses them."""
     if device == "cuda" and not where.machines.gpus:
         raise LattqeError("--device cuda, but the planned machines have no GPU: assume gpus=1, or use --device cpu")
@@ -138,7 +130,7 @@ def on_device(where: "Setting", device: str) -> "Setting":
 
 
 def planned(
-    settings: "Settings", opened: "Encoder", destination: "Destination", listed: "ImageList", where: "Setting"
+    settings: "Settings", opened: "ImageEncoder", destination: "Destination", listed: "ImageList", where: "Placement"
 ) -> "Work":
     """What the extraction takes: the network's operations are counted on one small image and grow with its area."""
     import numpy as np
@@ -214,7 +206,7 @@ def _spec(
 
 def _settings(
     spec: "EncoderSpec", frame: tuple[int | None, int | None, bool, int], scales: str | None, batch: int, dtype: str
-) -> "tuple[Settings, Encoder]":
+) -> "tuple[Settings, ImageEncoder]":
     """What every worker is told, and the network, opened here once: a wrong one is refused before anything starts."""
     import torch
 
@@ -262,17 +254,17 @@ def _list(
     return listed, inputs
 
 
-def _framing(opened: "Encoder", size: int | None, center_crop: int | None, exif: bool, max_pixels: int) -> "Framing":
+def _framing(opened: "ImageEncoder", size: int | None, crop: int | None, exif: bool, most: int) -> "Framing":
     """How images are brought to the network: as requested, else as a backbone's package says, else by size."""
     from lattqe.extraction.image import Framing
 
-    if center_crop is None and size is None and opened.side is not None:
-        return Framing(1024, opened.side, exif, max_pixels, opened.share, opened.filter)
-    return Framing(1024 if size is None else size, center_crop, exif, max_pixels)
+    if crop is None and size is None and opened.side is not None:
+        return Framing(1024, opened.side, exif, most, opened.share, opened.filter)
+    return Framing(1024 if size is None else size, crop, exif, most)
 
 
 def _prepare(
-    settings: Settings, opened: "Encoder", to: str, crops: bool, by_folder: bool, inputs: dict[str, dict[str, str]]
+    settings: Settings, opened: "ImageEncoder", to: str, crops: bool, by_folder: bool, inputs: dict[str, dict[str, str]]
 ) -> "Destination":
     """What is going to be made; the encoder's output decides the rows."""
     from lattqe.extraction.image import Framing
@@ -307,7 +299,7 @@ def _make(
     destination: "Destination",
     listed: "ImageList",
     labels: FolderLabels | None,
-    workers: "Workers",
+    workers: "WorkerPlan",
     tolerated: int,
 ) -> "Manifest":
     """Do what is left to do."""
@@ -331,7 +323,7 @@ def _describe(
     listed: "ImageList",
     part_rows: list[int],
     blocks: list[int],
-    workers: "Workers",
+    workers: "WorkerPlan",
     tolerated: int,
 ) -> None:
     """Describe the missing blocks, and stop early once too many images are bad."""

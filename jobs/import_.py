@@ -15,7 +15,7 @@ from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
     from lattqe.cost import Work
-    from lattqe.datasets.prepare import Progress, Report
+    from lattqe.datasets.prepare import Report, SetProgress
     from lattqe.formats.source import ImportSource
 
 
@@ -279,7 +279,7 @@ def synthetic(
     _tell(prepare_synthetic(SyntheticWorld(seed, dim, scale=scale, distractors=distractors), to), to, json)
 
 
-def _prepare(prepare: "Callable[[Progress], Report]", to: str, json: bool) -> None:
+def _prepare(prepare: "Callable[[SetProgress], Report]", to: str, json: bool) -> None:
     """Make feature sets with a bar for each, then report what was made."""
     with _Bars() as bars:
         report = prepare(bars.advance)
@@ -304,9 +304,9 @@ class _Bars(ExitStack):
 
 def _tell(report: "Report", to: str, json: bool) -> None:
     """Show what was made, what was assumed, and how the plain scores compare with the published ones."""
-    from lattqe.datasets.revisited import golden_differences, published
+    from lattqe.datasets.revisited import golden_differences, published_scores
 
-    golden = published()["golden"]["map"]
+    golden = published_scores()["golden"]["map"]
     differences: dict[str, list[str]] = {}
     for name, scores in report.scores.items():
         measured = {setup: 100 * one.mean_ap for setup, one in scores.items()}

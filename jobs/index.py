@@ -19,8 +19,8 @@ from lattqe.expansion.base import Parameter
 from lattqe.store.artifacts import model_address
 
 if TYPE_CHECKING:
-    from cluster.indexes import Built, Stage
-    from lattqe.augmentation import Augmentation, AugmentSummary
+    from cluster.indexes import Built, IndexStage
+    from lattqe.augmentation.recipe import Augmentation, AugmentSummary
     from lattqe.store import FeatureSet, Pending
 
 NAMES = ", ".join(METHODS)
@@ -99,7 +99,7 @@ class OnScreen:
     def adapting(self, original: "FeatureSet", to: str) -> Iterator[Callable[[int], None]]:
         """See `cluster.indexes.Follower`."""
         from lattqe.adaptation import sample_rows
-        from lattqe.augmentation import ADAPTED
+        from lattqe.augmentation.recipe import ADAPTED
 
         looked_at = f"{len(sample_rows(original.rows, original.dim)):,} of {original.rows:,} rows"
         learned = {"learned from": f"the nearest neighbors of {looked_at}, without labels"}
@@ -108,13 +108,13 @@ class OnScreen:
             yield bar.advance
 
     @contextmanager
-    def building(self, stage: "Stage") -> Iterator[Callable[[int], None]]:
+    def building(self, stage: "IndexStage") -> Iterator[Callable[[int], None]]:
         """See `cluster.indexes.Follower`."""
         with (_show_hops if stage.task.hopping else _show_rows)(stage) as bar:
             yield bar.advance
 
 
-def _show_rows(stage: "Stage") -> AbstractContextManager[ProgressBar]:
+def _show_rows(stage: "IndexStage") -> AbstractContextManager[ProgressBar]:
     """Print the plan of rows or edges; the bar that counts them."""
     where: dict[str, Any] = HERE
     if stage.reach is not None:
@@ -131,13 +131,13 @@ def _show_rows(stage: "Stage") -> AbstractContextManager[ProgressBar]:
     return progress_bar("augment", rows, rows - sum(pending.part_rows[part] for part in pending.missing()))
 
 
-def _show_hops(stage: "Stage") -> AbstractContextManager[ProgressBar]:
+def _show_hops(stage: "IndexStage") -> AbstractContextManager[ProgressBar]:
     """Print the plan of hops; the bar that counts their rows."""
-    from lattqe.augmentation.bands import Schedule
+    from lattqe.augmentation.bands import HopSchedule
 
     on_workers = {"workers": stage.workers, "memory of a worker": human_bytes(stage.predicted)}
     show_hops(stage.task, 1 if stage.here else stage.workers, HERE if stage.here else on_workers)
-    schedule = Schedule(stage.task.hop_task(), stage.pending)
+    schedule = HopSchedule(stage.task.hop_task(), stage.pending)
     total = schedule.cut.rows * stage.task.hops * len(schedule.cut.groups)
     return progress_bar("hops, rows", total, total - schedule.rows_left())
 

@@ -29,7 +29,7 @@ from lattqe.errors import LattqeError
 if TYPE_CHECKING:
     from cluster.graph import GraphPlan, GraphSummary
     from lattqe.cost import Work
-    from lattqe.cost.plans import Setting
+    from lattqe.cost.plans import Placement
     from lattqe.search.stored import GraphTask
     from lattqe.store import Manifest
 
@@ -52,7 +52,6 @@ class Schedule(StrEnum):
 PROGRESS_UNIT = 1_000_000  # products of two vectors
 RECALL = 0.95
 
-
 # Options of this verb alone.
 Against = Annotated[
     str | None,
@@ -69,10 +68,7 @@ EngineOption = Annotated[
     Engine, typer.Option(help="faiss: let faiss find candidates, then certify each list; the graph is the same.")
 ]
 Approximate = Annotated[
-    bool,
-    typer.Option(
-        "--approximate", help="Trade some neighbors for speed; the recall is measured and stored with the graph."
-    ),
+    bool, typer.Option("--approximate", help="Trade some neighbors for speed; the recall is measured and stored.")
 ]
 Recall = Annotated[
     float | None, typer.Option(help=f"With --approximate: share of the true neighbors to find; default {RECALL}.")
@@ -160,19 +156,19 @@ def made(
         return neighbors(task, workers, block_rows, schedule.value)
 
 
-def planned(task: "GraphTask", where: "Setting") -> "Work":
+def planned(task: "GraphTask", where: "Placement") -> "Work":
     """What the graph takes; where it is computed here from a local disk, this machine is measured."""
     from lattqe.cost import plans
     from lattqe.search.stored import measure_products, open_sets
 
     sets = open_sets(task)
     if task.recall is not None:
-        return plans.neighbors([plans.Rows.of(sets[0])], task.k, where, approximate=True)
+        return plans.neighbors([plans.PlannedRows.of(sets[0])], task.k, where, approximate=True)
     said = {}
     if where.here and sets[0].place.is_local:
         kind, rate = measure_products(task)
         where, said = replace(where, products_per_second=rate), {"kind of products": f"{kind}, the fastest here"}
-    work = plans.neighbors([plans.Rows.of(each) for each in sets], task.k, where)
+    work = plans.neighbors([plans.PlannedRows.of(each) for each in sets], task.k, where)
     return replace(work, facts=work.facts | said)
 
 
@@ -291,8 +287,8 @@ def neighbors_here(task: "GraphTask") -> "tuple[Manifest, dict[str, Any]]":
     kind, rate = measure_products(task)
     task = replace(task, kind=kind)
     rows, dim = sum(each.rows for each in sets), sets[0].dim
-    where = plans.Setting(this_machine(), here=True, products_per_second=rate)
-    work = plans.neighbors([plans.Rows.of(each) for each in sets], task.k, where)
+    where = plans.Placement(this_machine(), here=True, products_per_second=rate)
+    work = plans.neighbors([plans.PlannedRows.of(each) for each in sets], task.k, where)
     show_table(
         "plan",
         {

@@ -17,7 +17,7 @@ from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
     from lattqe.cost import Cost, Machines, Work
-    from lattqe.cost.plans import Rows, Setting
+    from lattqe.cost.plans import Placement, PlannedRows
 
 # Options that several jobs have.
 Workers = Annotated[
@@ -69,21 +69,21 @@ def setting(
     block_rows: int | None = None,
     *,
     always_on_ray: bool = False,
-) -> "Setting | None":
+) -> "Placement | None":
     """Where the planned job would run; None if it is to be run, not planned."""
     if not plan:
         if assume is not None:
             raise LattqeError("--assume needs --plan: add it, or leave --assume out")
         return None
     from cluster import runs_here
-    from lattqe.cost.plans import Setting, parse_assumption
+    from lattqe.cost.plans import Placement, parse_assumption
 
     if assume is not None:
         machines, here = replace(parse_assumption(assume), asked=workers), False
     else:
         here = block_rows is None and not always_on_ray and runs_here(rows, workers, address)
         machines = this_machine() if here else replace(cluster_machines(address), asked=workers)
-    return Setting(machines, here, cache is not None, block_rows=block_rows)
+    return Placement(machines, here, cache is not None, block_rows=block_rows)
 
 
 def this_machine() -> "Machines":
@@ -101,12 +101,12 @@ def cluster_machines(address: str | None) -> "Machines":
     if address is None and not os.environ.get("RAY_ADDRESS"):
         return replace(this_machine(), asked=None)
     with on_ray(address):
-        from cluster.session import connected_machines
+        from cluster.monitor import connected_machines
 
         return connected_machines()
 
 
-def tell(works: "Sequence[Work]", where: "Setting", remote: bool, json: bool) -> None:
+def tell(works: "Sequence[Work]", where: "Placement", remote: bool, json: bool) -> None:
     """Print a plan; LattqeError where a worker has too little memory for it."""
     from lattqe.cost import Cost
 
@@ -247,7 +247,7 @@ def main(
     Example: lattqe plan 100000000x512 -k 64 --method paper --assume "nodes=16,gpus=1,tflops=10,price=0.5"
     """
     from lattqe.cost import Cost
-    from lattqe.cost.plans import Rows, Setting, parse_assumption
+    from lattqe.cost.plans import Placement, PlannedRows, parse_assumption
     from lattqe.store.manifest import check_dtype
 
     check_dtype(dtype)
@@ -258,10 +258,10 @@ def main(
         raise LattqeError(
             f"{len(shapes)} sizes and {len(clusters)} --assume: give the same number of both, or only one of either"
         )
-    columns: list[tuple[Rows, Cost]] = []
+    columns: list[tuple[PlannedRows, Cost]] = []
     for number in range(count):
-        rows = Rows.sized(*shapes[number % len(shapes)], dtype)
-        where = Setting(clusters[number % len(clusters)], cached=cache)
+        rows = PlannedRows.sized(*shapes[number % len(shapes)], dtype)
+        where = Placement(clusters[number % len(clusters)], cached=cache)
         columns.append((rows, Cost(hypothetical(rows, k, method, hops, where), where.machines)))
         columns[-1][1].check()
     if json:
@@ -275,13 +275,13 @@ def main(
             show_table("all", totals(cost), plan=True)
 
 
-def hypothetical(rows: "Rows", k: int, method: str | None, hops: int | None, where: "Setting") -> "list[Work]":
+def hypothetical(rows: "PlannedRows", k: int, method: str | None, hops: int | None, where: "Placement") -> "list[Work]":
     """The stages of a graph, and of an augmentation where a method is named, of hypothetical rows."""
     from lattqe.cost import plans
     from lattqe.cost.augment import weighing, weighing_of
     from lattqe.cost.work import Stored
     from lattqe.expansion import create
-    from lattqe.model.config import LAttQEConfig
+    from lattqe.model.network import LAttQEConfig
 
     if method is None:
         if hops is not None:
@@ -310,7 +310,7 @@ def read_size(text: str) -> tuple[int, int]:
     return rows, dim
 
 
-def markdown_table(columns: "Sequence[tuple[Rows, Cost]]") -> list[str]:
+def markdown_table(columns: "Sequence[tuple[PlannedRows, Cost]]") -> list[str]:
     """Plans side by side, a column each; what no column has is left out."""
     lines: list[tuple[str, list[str]]] = [
         ("each node", [cost.machines.node for _, cost in columns]),
@@ -345,7 +345,7 @@ def markdown_table(columns: "Sequence[tuple[Rows, Cost]]") -> list[str]:
     return table + [f"| {name} | {' | '.join(texts)} |" for name, texts in lines if any(texts)]
 
 
-def monthly(rows: "Rows", cost: "Cost") -> float:
+def monthly(rows: "PlannedRows", cost: "Cost") -> float:
     """Dollars for keeping vectors, graph and index on S3 for a month."""
     from lattqe.cost.work import STORED_PRICE
 

@@ -18,10 +18,25 @@ if TYPE_CHECKING:
 
     from lattqe.adaptation import Adaptation
     from lattqe.cost import Work
-    from lattqe.cost.plans import Setting
+    from lattqe.cost.plans import Placement
     from lattqe.expansion.base import Method
     from lattqe.search import Index
     from lattqe.store import FeatureSet, Pending
+
+# Options of this verb alone.
+Nqe = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Neighbors to expand from; default: the model's (for an augmented index, its number with DBA), or the "
+        "paper's for the method.",
+    ),
+]
+Distractors = Annotated[str | None, typer.Option(help="A feature set whose rows are appended to the database's.")]
+Shards = Annotated[
+    int | None,
+    typer.Option(min=1, help="Shards on Ray; default: none up to 50,000 rows, else one per GPU, or by CPUs and rows."),
+]
 
 
 @method_options
@@ -31,24 +46,10 @@ def main(
     to: Annotated[str, typer.Option("--to", help="Where the ranks go.")],
     k: Annotated[int, typer.Option("-k", min=1, help="Results per query.")] = 100,
     expand: Annotated[str | None, typer.Option(help=f"Expand queries: {NAMES}.")] = None,
-    nqe: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Neighbors to expand from; default: the model's (for an augmented index, its number with DBA), or the "
-            "paper's for the method.",
-        ),
-    ] = None,
+    nqe: Nqe = None,
     params: dict[str, Any] | None = None,
-    distractors: Annotated[
-        str | None, typer.Option(help="A feature set whose rows are appended to the database's.")
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Shards on Ray; default: none up to 50,000 rows, else one per GPU, or by CPUs and rows."
-        ),
-    ] = None,
+    distractors: Distractors = None,
+    workers: Shards = None,
     address: Address = None,
     cache: Cache = None,
     plan: Plan = False,
@@ -59,17 +60,10 @@ def main(
 
     Example: lattqe search index queries -k 100 --expand lattqe --model model --to ranks
     """
-    from lattqe.own_rows import own_rows
+    from lattqe.duplicates import own_rows
     from lattqe.search.rows import check_k
-    from lattqe.store import FeatureSet
 
-    sources = [FeatureSet.open(uri, cache) for uri in (database, distractors) if uri is not None]
-    asked = FeatureSet.open(queries, cache)
-    for other in (asked, *sources[1:]):
-        if other.dim != sources[0].dim:
-            raise LattqeError(
-                f"{other.uri} has {other.dim} dimensions and {database} {sources[0].dim}: use features of one extractor"
-            )
+    sources, asked = opened_sets(database, distractors, queries, cache)
     expansion = make_expansion(expand, nqe, params or {}, sources[0])
     rows = sum(each.rows for each in sources)
     check_k(k, rows)
@@ -77,11 +71,7 @@ def main(
     if (where := setting(plan, assume, rows, workers, address, cache)) is not None:
         tell([planned(sources, asked, k, expansion, where)], where, not sources[0].place.is_local, json)
         return
-    if k > rows:
-        screen.print(f"note: k = {k:,} is more than the {rows:,} rows: lists are padded", markup=False, soft_wrap=True)
-    if expansion is not None and expansion.k > rows:
-        note = f"note: nQE = {expansion.k:,} is more than the {rows:,} rows: all of them are weighed"
-        screen.print(note, markup=False, soft_wrap=True)
+    note_few_rows(rows, k, expansion)
     space = space_of(sources, asked)
     pending = begin_ranks(to, k, sources, asked, expansion)
     facts: dict[str, Any] = {"ranks": to, "queries": asked.rows, "k": k}
@@ -100,12 +90,37 @@ def main(
     show_table(f"ranks in {to}", facts)
 
 
+def opened_sets(
+    database: str, distractors: str | None, queries: str, cache: str | None
+) -> "tuple[list[FeatureSet], FeatureSet]":
+    """The sets that are searched and the queries; sets of different widths are refused."""
+    from lattqe.store import FeatureSet
+
+    sources = [FeatureSet.open(uri, cache) for uri in (database, distractors) if uri is not None]
+    asked = FeatureSet.open(queries, cache)
+    for other in (asked, *sources[1:]):
+        if other.dim != sources[0].dim:
+            raise LattqeError(
+                f"{other.uri} has {other.dim} dimensions and {database} {sources[0].dim}: use features of one extractor"
+            )
+    return sources, asked
+
+
+def note_few_rows(rows: int, k: int, expansion: "Expansion | None") -> None:
+    """Say what becomes of lists that are longer than the database."""
+    if k > rows:
+        screen.print(f"note: k = {k:,} is more than the {rows:,} rows: lists are padded", markup=False, soft_wrap=True)
+    if expansion is not None and expansion.k > rows:
+        note = f"note: nQE = {expansion.k:,} is more than the {rows:,} rows: all of them are weighed"
+        screen.print(note, markup=False, soft_wrap=True)
+
+
 def space_of(sources: "list[FeatureSet]", asked: "FeatureSet") -> "Adaptation | None":
     """What queries go through before they are compared; sets of different spaces are refused."""
     if not any("adaptation" in each.manifest.inputs for each in (asked, *sources)):
         return None  # without importing what only augmentation needs
 
-    from lattqe.augmentation import ADAPTATION, adaptation_for
+    from lattqe.augmentation.recipe import ADAPTATION, adaptation_for
 
     database = sources[0]
     for other in sources[1:]:
@@ -118,7 +133,7 @@ def space_of(sources: "list[FeatureSet]", asked: "FeatureSet") -> "Adaptation | 
 
 
 def planned(
-    sources: "list[FeatureSet]", asked: "FeatureSet", k: int, expansion: "Expansion | None", where: "Setting"
+    sources: "list[FeatureSet]", asked: "FeatureSet", k: int, expansion: "Expansion | None", where: "Placement"
 ) -> "Work":
     """What the search takes."""
     from lattqe.cost import plans
@@ -126,7 +141,7 @@ def planned(
 
     rows, dim = sum(each.rows for each in sources), sources[0].dim
     weighs = None if expansion is None else weighing_of(expansion.method, expansion.k, dim, rows, again=True)
-    return plans.search([plans.Rows.of(each) for each in sources], plans.Rows.of(asked), k, where, weighs)
+    return plans.search([plans.PlannedRows.of(each) for each in sources], plans.PlannedRows.of(asked), k, where, weighs)
 
 
 @contextmanager
@@ -197,7 +212,7 @@ def make_expansion(
             raise LattqeError(f"--{alone[0]} needs --expand: name the method, as in --expand alphaqe")
         return None
 
-    from lattqe.augmentation import is_augmented
+    from lattqe.augmentation.recipe import is_augmented
     from lattqe.device import pick_device
     from lattqe.expansion import create
     from lattqe.expansion.attention import model_inputs

@@ -135,7 +135,7 @@ def shown_updates(done: int) -> "Iterator[Callable[[Standing], None]]":
             nonlocal bar, told
             if standing.step == 0 or (bar is None and standing.step == told < standing.total):
                 return
-            if bar is None:  # only now: starting the workers is no measure of how long the updates take
+            if bar is None:  # only now: the time that workers take to start says nothing about the updates
                 bar = stack.enter_context(progress_bar("train", standing.total, told))
             bar.advance(standing.step - told, standing.note)
             told = standing.step
@@ -225,7 +225,7 @@ def ablate(
     from lattqe.store import FeatureSet, open_place
     from lattqe.training import make
     from lattqe.training import preset as configuration
-    from lattqe.training.presets import variants
+    from lattqe.training.config import variants
 
     dim = FeatureSet.open(features[0]).dim
     known = variants(configuration(preset, dim, settings))

@@ -219,7 +219,8 @@ def augment_stored(folder: str, name: str, device: str, die: bool = False) -> An
     """Augment the rows in a folder on a device, or what is missing of them: the finished set. With `die` this process
     kills itself after the first block.
     """
-    from lattqe.augmentation import Augmentation, begin_index, build_index
+    from lattqe.augmentation.index import begin_index, build_index
+    from lattqe.augmentation.recipe import Augmentation
     from lattqe.store import FeatureSet
 
     task = Augmentation(

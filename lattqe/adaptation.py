@@ -1,8 +1,8 @@
 """Adapting a space to a collection: directions in which near neighbors differ count less, learned without labels.
 
 Descriptors are whitened, if at all, for the images they were trained on. In another collection near neighbors, most of
-which show the same thing, differ along other directions: their differences d have a second moment S, and cosines after
-S^-1/2 tell things apart better than before. What varies between birds is not what varies between cars, so there are a
+which show the same object, differ along other directions: their differences d have a second moment S, and cosines after
+S^-1/2 separate images better than before. What varies between birds is not what varies between cars, so there are a
 few such maps, one around each centre of the collection, and a vector goes through a blend of them:
 
     y = L2( Σ_c π_c(x) M_c x ),   π(x) = softmax( SHARPNESS · cos(x, centre_c) ),   M_c = (S_c + RIDGE · mean) ^ -1/2
@@ -95,7 +95,7 @@ class Adaptation:
 
     @classmethod
     def of_model(cls, uri: str, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> "Adaptation":
-        """What a stored model holds; one that is no adaptation, or not what it says it is, is refused."""
+        """What a stored model holds; anything but a sound adaptation is refused."""
         if config.get("kind") != KIND or set(tensors) != {"centres", "maps"}:
             raise LattqeError(f"{uri} is a model, but not an adaptation: `lattqe augment` makes those")
         for name, tensor in tensors.items():

@@ -15,18 +15,17 @@ import numpy as np
 from lattqe.adaptation import ADAPTING_STAGES, Adaptation, adapt_to, sample_rows
 from lattqe.augmentation.recipe import adaptation_for, adaptation_of, is_augmented
 from lattqe.device import gpu_or_none
-from lattqe.errors import LattqeError
+from lattqe.duplicates import own_rows
+from lattqe.errors import LattqeError, Progress, as_rows, counted
 from lattqe.evaluation import GroundTruth, Scores, score_ranking
 from lattqe.evaluation.analysis import JudgedRanks, read_gnd
-from lattqe.evaluation.labels import Labels, truth_of
+from lattqe.evaluation.truth import Labels, truth_of
 from lattqe.expansion import METHODS, create
 from lattqe.expansion.attention import load_network
 from lattqe.expansion.base import Method, check_hops
 from lattqe.expansion.diffusion import column_groups, hop
 from lattqe.expansion.rows import augment_rows, expand_queries, list_lengths, shared_table, shares
 from lattqe.model import LAttQE
-from lattqe.own_rows import own_rows
-from lattqe.progress import Progress, as_rows, counted
 from lattqe.search import FlatIndex, knn_graph
 from lattqe.search.approximate import Recall, approximate_graph, check_recall, reason_for_exact
 from lattqe.search.graph import fastest_kind, sample_size

@@ -209,7 +209,7 @@ def matmul_precision(device: torch.device, precision: str = "ieee") -> Iterator[
     in float32; nothing else sets this.
 
     The setting is the process's and is read when a product is launched: on a GPU one thread at a time launches. On the
-    CPU nothing but true float32 is ever wanted, so that setting stays.
+    CPU only true float32 is ever used, so that setting stays.
     """
     if device.type == "cpu":
         setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]

@@ -1,7 +1,9 @@
-"""Near-duplicates: groups within one set, read off its exact graph; and rows of one set that are also in another.
+"""The same image twice: near-duplicates within a set and between two, and queries that are rows of the database.
 
 Two rows are near-duplicates when their similarity reaches a threshold; a group is all that are joined by such pairs
-(connected components), so its ends may be less alike than the threshold.
+(connected components), so its ends may be less alike than the threshold. A query that is itself a row of the database
+is neither an answer to itself nor its own neighbor: search, evaluation, benchmark, validation and the Python API all
+ask `own_rows` which ones are.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,13 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from lattqe.errors import LattqeError
 from lattqe.search.index import StoredIndex
 from lattqe.store import FeatureSet, NeighborGraph, Ranks
 from lattqe.store.export import plain_cell
+from lattqe.store.features import NORM_TOLERANCE
 
 THRESHOLD = 0.95
 BLOCK_ROWS = 65_536
@@ -72,7 +73,7 @@ class Groups:
 
 
 def check_threshold(threshold: float) -> float:
-    """Refuse what is no similarity of two different directions that are nearly the same."""
+    """Refuse a threshold that is not a similarity of two nearly equal directions."""
     if not 0 < threshold <= 1:
         raise LattqeError(f"threshold {threshold} is not a cosine above 0 and at most 1: try {THRESHOLD}")
     return threshold
@@ -110,6 +111,9 @@ def _grouped(
 ) -> Groups:
     """Connected components of the pairs (one, other); the representative has the most pairs, then the closest."""
     n = features.rows
+    from scipy.sparse import coo_array  # only here: a small search does not wait for scipy
+    from scipy.sparse.csgraph import connected_components
+
     joined = coo_array((np.ones(len(one), np.int8), (one, other)), shape=(n, n)).tocsr()
     _, component = connected_components(joined, directed=False)
     members = np.flatnonzero(np.bincount(component)[component] > 1)
@@ -290,3 +294,74 @@ def table_csv(table: pa.Table) -> Iterable[Sequence[str]]:
             else str(value)
             for value in row
         ]
+
+
+COMPARED_ROWS = 8192  # vectors of either side in memory at once
+# How far a vector may be from the same one stored elsewhere, in units of what rounding to its type does to a norm.
+SLACK = 4
+
+
+def own_rows(
+    database: FeatureSet, queries: FeatureSet, find_ids: Callable[[pa.ChunkedArray], np.ndarray] | None = None
+) -> np.ndarray | None:
+    """The row (nq,) int64 of each query that is itself in the database, -1 for the others; None: none of them is.
+
+    A query is the row that has its id and its vector, up to rounding: sets whose ids are mere numbers share ids without
+    being the same. The vector of a row is the stored one or, in an augmented index, the one it was made from; queries
+    that are not adapted as the rows are, are adapted first. find_ids: what looks the ids up instead of the database.
+    """
+    if database.dim != queries.dim:
+        return None
+    if database.digest == queries.digest:
+        return np.arange(queries.rows)
+    asked = queries.id_column()
+    rows = database.find_ids(asked, keep=True) if find_ids is None else find_ids(asked)
+    named = np.flatnonzero(rows >= 0)
+    same = _same_vectors(database, queries, rows[named], named)
+    if not same.all():
+        others = named[~same]
+        before, adapt = _before_augmentation(database, queries, len(others))
+        if before is not database or adapt is not None:
+            same[~same] = _same_vectors(before, queries, rows[others], others, adapt)
+    rows[named[~same]] = -1
+    return rows if same.any() else None
+
+
+def _same_vectors(
+    database: FeatureSet,
+    queries: FeatureSet,
+    rows: np.ndarray,
+    asked: np.ndarray,
+    adapt: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> np.ndarray:
+    """Whether rows (n,) of the database and the queries `asked` (n,) have the same vectors: (n,) bool."""
+    same = np.zeros(len(rows), dtype=bool)
+    allowed = SLACK * max(NORM_TOLERANCE[one.dtype] for one in (database, queries))
+    for start in range(0, len(rows), COMPARED_ROWS):
+        part = slice(start, start + COMPARED_ROWS)
+        x = queries.gather(asked[part]).astype(np.float32)
+        x = x if adapt is None else adapt(x)
+        same[part] = np.linalg.norm(x - database.gather(rows[part]).astype(np.float32), axis=1) <= allowed
+    return same
+
+
+def _before_augmentation(
+    database: FeatureSet, queries: FeatureSet, shared: int
+) -> tuple[FeatureSet, Callable[[np.ndarray], np.ndarray] | None]:
+    """The rows that an index was made from, or the set itself; and what queries go through to be compared with them."""
+    if not {"adaptation", "neighbors"} & set(database.manifest.inputs):
+        return database, None  # without importing torch
+
+    from lattqe.augmentation.recipe import ADAPTED, ORIGINALS, adaptation_for, find_input, is_augmented
+
+    space = adaptation_for(database, queries)
+    before = database
+    if is_augmented(database):
+        try:
+            before = FeatureSet.open(find_input(database, "features", ORIGINALS, ADAPTED))
+        except LattqeError as error:
+            raise LattqeError(
+                f"{shared} queries of {queries.uri} have ids of rows in {database.uri}, but whether they are these "
+                f"rows cannot be told: {error}; bring these features back, or import the queries with other ids"
+            ) from error
+    return before, None if space is None else space.apply

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from scipy.linalg import solve_triangular
 from threadpoolctl import threadpool_limits
 
 from lattqe import adaptation
@@ -82,7 +81,7 @@ class Whitening:
 
     @classmethod
     def of_model(cls, uri: str, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> "Whitening":
-        """What a stored model holds; one that is no whitening is refused."""
+        """What a stored model holds; anything but a whitening is refused."""
         if config.get("kind") != KIND or set(tensors) != {"mean", "projection"}:
             raise LattqeError(f"{uri} is a model, but not a whitening: make one with `lattqe whiten learn`")
         return cls(tensors["mean"], tensors["projection"], config)
@@ -202,6 +201,8 @@ def principal(all_rows: Moments, power: float, dim: int | None = None, method: s
 
 def supervised(all_rows: Moments, pairs: PairMoments, dim: int | None = None) -> Whitening:
     """P = Eᵀ L⁻¹: L Lᵀ is the second moment of differences within classes, E the axes of what L⁻¹ makes of all rows."""
+    from scipy.linalg import solve_triangular  # only here: a search in an adapted index does not wait for scipy
+
     lower, added = _cholesky(pairs.differences)
     inverse = solve_triangular(lower, np.eye(len(lower)), lower=True)
     values, vectors = _eigen(inverse @ all_rows.around(pairs.mean) @ inverse.T)

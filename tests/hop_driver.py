@@ -16,15 +16,16 @@ from hop_world import begun, no_bar, published
 
 from cluster.augmentation import run_hops
 from cluster.session import ray_session
-from lattqe.augmentation import AugmentSummary, bands
+from lattqe.augmentation import bands
+from lattqe.augmentation.recipe import AugmentSummary
 from lattqe.errors import LattqeError
 
 
 def main(world: str, to: str, kind: str, what: str) -> None:
     struck = False
-    done = bands.Schedule.done
+    done = bands.HopSchedule.done
 
-    def strike(schedule: bands.Schedule, item: bands.Item) -> list[bands.Item]:
+    def strike(schedule: bands.HopSchedule, item: bands.HopItem) -> list[bands.HopItem]:
         nonlocal struck
         if item[0] == kind and not struck:
             struck = True
@@ -35,7 +36,7 @@ def main(world: str, to: str, kind: str, what: str) -> None:
                 time.sleep(0.01)
         return done(schedule, item)
 
-    bands.Schedule.done = strike  # type: ignore[method-assign]
+    bands.HopSchedule.done = strike  # type: ignore[method-assign]
     task = begun(world, to)
     try:
         with ray_session(cpus=2):

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 import jobs.search
 import lattqe
-from lattqe.augmentation import Augmentation, begin_index, build_index
+from lattqe.augmentation.index import begin_index, build_index
+from lattqe.augmentation.recipe import Augmentation
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search import FlatIndex

@@ -185,15 +185,19 @@ def test_wrong_usage_is_one_line(words, said, monkeypatch, capsys):
     assert lines[0].startswith(said)
 
 
-def test_a_small_search_imports_neither_ray_nor_what_only_other_verbs_need(tmp_path):
+@pytest.mark.parametrize("verb", ["search", "search --expand lattqe", "search --expand aqe --nqe 1", "import"])
+def test_a_small_verb_imports_neither_ray_nor_what_only_other_verbs_need(verb, tmp_path):
     with FeatureWriter(str(tmp_path / "rows"), 4) as writer:
         writer.append(np.eye(4, dtype=np.float32), list("abcd"))
+    np.save(tmp_path / "rows.npy", np.eye(4, dtype=np.float32))
+    name, *options = verb.split()
     code = (
-        "import os, sys; from jobs.search import app\n"
+        f"import os, sys; from jobs.{'import_' if name == 'import' else name} import app\n"
         "app(sys.argv[1:], standalone_mode=False)\n"
         "print(sorted({'ray', 'scipy', 'sympy', 'pandas', 'boto3'} & set(sys.modules)), os.environ['GOMP_SPINCOUNT'])"
     )
-    words = [tmp_path / "rows", tmp_path / "rows", "-k", "2", "--to", tmp_path / "ranks"]
+    given = [tmp_path / "rows.npy"] if name == "import" else [tmp_path / "rows", tmp_path / "rows", "-k", "2"]
+    words = [*given, *options, "--to", tmp_path / "made"]
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, env=environment, check=True

@@ -26,11 +26,11 @@ from cluster.graph import Progress
 from cluster.graph_worker import GraphWorker, agree_on_cut
 from lattqe import adaptation
 from lattqe.benchmark.cells import Cell
-from lattqe.benchmark.spec import Setting as Step
+from lattqe.benchmark.spec import Placement as Step
 from lattqe.cost import Cost, Machines, cut_rows
 from lattqe.cost.augment import joined_rows, weighing
 from lattqe.cost.graph import BASE_BYTES
-from lattqe.cost.plans import Rows, Setting, parse_assumption
+from lattqe.cost.plans import Placement, PlannedRows, parse_assumption
 from lattqe.cost.rows import COSTS, cut_owned
 from lattqe.cost.work import GET_OPERATIONS, PUT_OPERATIONS, Work
 from lattqe.errors import LattqeError
@@ -159,7 +159,7 @@ def test_a_growth_is_as_planned(tmp_path, capsys, hops, removed):
 
 def test_a_growth_writes_what_the_storage_does_not_copy():
     """Parts of half the usual size and more stay, unless they lose a row."""
-    features = Rows.sized(1_000_000, 512).stored
+    features = PlannedRows.sized(1_000_000, 512).stored
     grown, read, written = joined_rows(features, 1000, 0)
     assert grown.rows == 1_001_000
     assert read < features.bytes + 40_000_000, "all ids are looked through once"
@@ -201,7 +201,7 @@ def test_other_jobs_are_planned_too_and_write_nothing(tmp_path, capsys):
 def test_a_benchmark_is_planned_as_far_as_it_is_chosen(tmp_path):
     chosen = small_run(tmp_path / "data")
     bench = Bench(chosen, f"{tmp_path}/results")
-    *_, cells = plan_cells(bench, Setting(Machines(asked=1), here=True))
+    *_, cells = plan_cells(bench, Placement(Machines(asked=1), here=True))
     assert cells.stage == "cells"
     assert cells.products > 0
     assert cells.worker_bytes > BASE_BYTES
@@ -220,7 +220,7 @@ def test_rivals_that_a_benchmark_does_not_plan_are_named(tmp_path, monkeypatch):
     rivals = [Step("propagation", 5), Step("diffusion", 5)]
     cells = [Cell("oxford", None, rivals[0], None), Cell("oxford", None, None, None, rivals[1])]
     monkeypatch.setattr(bench, "cells_to_do", lambda: cells)
-    *_, planned = plan_cells(bench, Setting(Machines(asked=1), here=True))
+    *_, planned = plan_cells(bench, Placement(Machines(asked=1), here=True))
     assert planned.facts["not planned"] == "diffusion, propagation: in one process, over the whole graph"
 
 
@@ -258,7 +258,7 @@ def blocks_as_planned(base, rows, part_bytes, schedule, remote):
     pending.finish()
     torch.set_num_threads(threads)
     counted = counted_since(before)
-    work = COSTS[schedule]([Rows.of(features).stored], DIM, K, cut, Machines(cpus=1), remote=remote)
+    work = COSTS[schedule]([PlannedRows.of(features).stored], DIM, K, cut, Machines(cpus=1), remote=remote)
     assert work.products == pytest.approx(sum(made), rel=0.05)
     # The verb opens its sets some more times than this loop, and claims the destination.
     assert work.read == pytest.approx(counted["read"], rel=0.05)

@@ -58,7 +58,7 @@ def predicted_peak(stage, rows, dim, k, block=0, threads=1, schedule="pairs", dt
         far = {"shards": remote, "fetched": remote, "graph_fetched": remote}
         return augmentation_memory(features, graph, dim, weighs, **far).total
     if stage == "hops":
-        cut, edges = recipe.Cut.of(rows, dim), Stored.kind("edges", rows, k=k)
+        cut, edges = recipe.HopCut.of(rows, dim), Stored.kind("edges", rows, k=k)
         work = hops(features, edges, dim, k, 8, cut.band_sizes, cut.group_sizes, two, here=False, fetched=remote)
         return work.worker_bytes + work.mapped
     return sum(shard_memory([features], 2, 2_000, k, remote))

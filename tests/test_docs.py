@@ -54,11 +54,11 @@ def check_options(words, known):
     for word in words:
         name = word.strip("[]().,:").split("=")[0]
         if re.fullmatch(r"--[\w-]+|-[a-zA-Z]", name):
-            assert name in known, f"{name} is no option of this command"
+            assert name in known, f"{name} is not an option of this command"
 
 
 def find_verb(name):
-    assert name in {verb.name for verb in VERBS}, f"{name} is no verb"
+    assert name in {verb.name for verb in VERBS}, f"{name} is not a verb"
     return typer.main.get_command(next(verb for verb in VERBS if verb.name == name).load())
 
 
@@ -114,9 +114,9 @@ def test_a_command_is_one_that_exists(piece, words, whole):
 
 def test_there_are_many_commands_and_wrong_ones_are_found():
     assert len([case for case in CASES if case.values[2]]) > 40
-    with pytest.raises(AssertionError, match="no option"):
+    with pytest.raises(AssertionError, match="not an option"):
         check_lattqe("lattqe augment f --wokers 2 --to i", ["augment", "f", "--wokers", "2", "--to", "i"], True)
-    with pytest.raises(AssertionError, match="no verb"):
+    with pytest.raises(AssertionError, match="not a verb"):
         check_lattqe("lattqe agument f", ["agument", "f"], False)
     with pytest.raises(AssertionError, match="no command"):
         check_ray(["upp", "ray_cluster.yaml"])

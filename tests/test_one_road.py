@@ -19,8 +19,8 @@ import jobs.search
 import lattqe
 from cluster.shards import ShardedIndex
 from jobs.artifacts import verify_app
-from jobs.ranks import evaluate_app
-from lattqe.benchmark.cells import Inputs, measure
+from jobs.lists import evaluate_app
+from lattqe.benchmark.cells import OpenedDataset, measure
 from lattqe.benchmark.spec import Dataset, Pipeline, Setting
 from lattqe.evaluation import LabelTruth, evaluate
 from lattqe.expansion import create
@@ -205,7 +205,7 @@ def test_queries_that_are_rows_are_not_their_own_neighbors(world, name, tmp_path
     np.testing.assert_array_equal(scores, found.D)
     assert (np.sort(ids, axis=1) == np.arange(ROWS)).all(), "each finds itself all the same"
     told = json.loads(call(evaluate_app, tmp_path / "ranks", "--json", stdout=True))["label"]["map"]
-    inputs, measured = Inputs.open(Dataset("mixed", str(world / "database"), str(world / "mixed"))), {}
+    inputs, measured = OpenedDataset.open(Dataset("mixed", str(world / "database"), str(world / "mixed"))), {}
     one = Pipeline(qe=setting(world, name))
     measure(FlatIndex(xb), xq, inputs.truth, [one], measured.__setitem__, inputs.exclude)
     assert measured[one].scores[0].mean_ap == pytest.approx(told, abs=1e-9)

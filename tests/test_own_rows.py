@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 import jobs.augment
 import jobs.search
 import lattqe
-from cluster.shards import Shard, cut_pieces
-from jobs.ranks import evaluate_app
-from lattqe.benchmark.cells import Inputs, measure
+from cluster.shards import Shard, cut_ranges
+from jobs.lists import evaluate_app
+from lattqe.benchmark.cells import OpenedDataset, measure
 from lattqe.benchmark.spec import Dataset, Pipeline, Setting
+from lattqe.duplicates import own_rows
 from lattqe.errors import LattqeError
 from lattqe.evaluation import LabelTruth, evaluate
 from lattqe.evaluation.analysis import JudgedRanks
 from lattqe.expansion import METHODS
-from lattqe.own_rows import own_rows
 from lattqe.report.gallery import neighbor_weights
 from lattqe.search import FlatIndex
 from lattqe.store import FeatureSet, FeatureWriter, Ranks
@@ -147,7 +147,7 @@ def test_evaluate_benchmark_and_validation_score_the_same(world, tmp_path, queri
     assert (f"{inside} of the queries are rows of the database" in told) == bool(inside)
     assert json.loads(told[told.index("{") :])["label"]["map"] == pytest.approx(expected.mean())
     np.testing.assert_allclose(JudgedRanks.open(str(tmp_path / "ranks")).scores["label"].ap, expected)
-    inputs = Inputs.open(Dataset("one", str(world / "database"), str(world / queries)))
+    inputs = OpenedDataset.open(Dataset("one", str(world / "database"), str(world / queries)))
     xq = inputs.queries.read()
     np.testing.assert_allclose(evaluate(FlatIndex(inputs.database.read()), xq, inputs.truth)["label"].ap, expected)
     one = load_set(str(world / "database"), str(world / queries))
@@ -182,7 +182,7 @@ def test_shards_look_up_ids_of_the_database_alone(world):
     ids = [*stored.ids(100, 115), "unknown", *stored.ids(3, 5)]
     found = []
     for start, stop in ((0, 50), (50, 110), (110, ROWS + QUERIES)):
-        pieces = cut_pieces(spans, start, stop, ids=True)
+        pieces = cut_ranges(spans, start, stop, ids=True)
         found.append(Shard(pieces, start, torch.get_num_threads(), None).find_ids(pa.array(ids)))
         inside = (stored.find_ids(ids) >= start) & (stored.find_ids(ids) < stop)
         np.testing.assert_array_equal(found[-1], np.where(inside, stored.find_ids(ids), -1))

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from lattqe.store import FeatureWriter
-from lattqe.training import Plan, make, preset
+from lattqe.training import TrainingPlan, make, preset
 
 DIM = 16
 TINY = [
@@ -51,7 +51,7 @@ def write_sets(folder: Path | str) -> dict[str, str]:
     return {name: write_set(folder, name, *shape) for name, shape in shapes.items()}
 
 
-def plan_for(sets: dict[str, str], destination: Path | str, *settings: str) -> Plan:
+def plan_for(sets: dict[str, str], destination: Path | str, *settings: str) -> TrainingPlan:
     """A tiny training of both sets, its destination claimed."""
     config = preset("paper", DIM, [*TINY, *settings])
     plan = make(str(destination), config, [sets["a"], sets["b"]], [(sets["database"], sets["queries"])])

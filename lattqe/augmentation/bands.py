@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import scipy.sparse as sparse
 
-from lattqe.augmentation.recipe import Cut, HopTask
+from lattqe.augmentation.recipe import HopCut, HopTask
 from lattqe.device import SparseSums, peak_bytes, planned_device
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion.diffusion import directed, hopped, transition, unit_rows
@@ -37,7 +37,7 @@ READS_AT_ONCE = 8
 UNIT_ROWS = 4096  # normalised at once, in float64
 RESCANS = 8  # of what is there, after a file was found damaged or gone
 # ("turn", band), ("start", band), ("fold", band), ("hop", group, hop, band) or ("part", part)
-Item = tuple[Any, ...]
+HopItem = tuple[Any, ...]
 
 
 class StaleHopsError(LattqeError):
@@ -75,7 +75,7 @@ class HopWorker:
         self.sums = None if device is None else SparseSums(device)
         self._held: tuple[tuple[int, int] | None, np.ndarray] = (None, np.empty((0, 0), np.float32))
 
-    def run(self, item: Item) -> dict[str, Any]:
+    def run(self, item: HopItem) -> dict[str, Any]:
         """Do an item and say what it took."""
         started, cpu = time.perf_counter(), time.process_time()
         getattr(self, item[0])(*item[1:])
@@ -230,7 +230,7 @@ def with_vectors(features: FeatureSet, start: int, stop: int, vectors: np.ndarra
     return table.set_column(column, table.schema.field(column), matrix_column(vectors))
 
 
-class Schedule:
+class HopSchedule:
     """Which items can start: made from what is there, then told what is done."""
 
     def __init__(self, task: HopTask, pending: Pending | None = None) -> None:
@@ -238,8 +238,8 @@ class Schedule:
         self.task, self.cut = task, task.cut(features.rows, features.dim)
         self.pending = pending or Pending.attach(task.to)
         self.parts = self.pending.missing()
-        self.waiting: set[Item] = set()
-        self.folds: list[Item] = []
+        self.waiting: set[HopItem] = set()
+        self.folds: list[HopItem] = []
         there = set(self.pending.place.sizes()) if self.parts else set()
         bands, groups = range(len(self.cut.bands)), range(len(self.cut.groups))
         self.missing = {
@@ -268,7 +268,7 @@ class Schedule:
         """Items that can be possible together: a hop of every band in every group, or all parts."""
         return max(len(self.cut.bands) * len(self.cut.groups), len(self.parts))
 
-    def ready(self) -> list[Item]:
+    def ready(self) -> list[HopItem]:
         """What can start at once."""
         if not self.parts:
             return []
@@ -276,7 +276,7 @@ class Schedule:
             return [("part", part) for part in self.parts]
         return sorted(self.waiting) or self._after_cutting()
 
-    def _after_cutting(self) -> list[Item]:
+    def _after_cutting(self) -> list[HopItem]:
         """When everything is turned: fold. When everything is folded: hop."""
         folds, self.folds = self.folds, []
         self.waiting = {*folds}
@@ -286,11 +286,11 @@ class Schedule:
             self.pending.place.delete(_turned(band))
         return [item for group in self.level for item in self._next_hop(group)]
 
-    def _next_hop(self, group: int) -> list[Item]:
+    def _next_hop(self, group: int) -> list[HopItem]:
         hop = self.level[group] + 1
         return [("hop", group, hop, band) for band in sorted(self.missing[group, hop])] if hop <= self.task.hops else []
 
-    def done(self, item: Item) -> list[Item]:
+    def done(self, item: HopItem) -> list[HopItem]:
         """What has become possible."""
         if item[0] in ("turn", "start", "fold"):
             self.waiting.discard(item)
@@ -322,7 +322,7 @@ class Schedule:
         )
 
 
-def rows_of(item: Item, cut: Cut) -> int:
+def rows_of(item: HopItem, cut: HopCut) -> int:
     """Rows that an item brings forward by one hop."""
     if item[0] != "hop":
         return 0
@@ -348,8 +348,8 @@ def run_hops(task: HopTask, on_rows: Callable[[int], None], summary: "AugmentSum
     started = time.monotonic()
 
     def attempt() -> None:
-        schedule = Schedule(task)
-        queue: Sequence[Item] = schedule.ready()
+        schedule = HopSchedule(task)
+        queue: Sequence[HopItem] = schedule.ready()
         worker = HopWorker(task) if queue else None
         while queue and worker is not None:
             item, *rest = queue

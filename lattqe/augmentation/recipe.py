@@ -14,7 +14,6 @@ from lattqe.device import gpu_or_none
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
 from lattqe.expansion.base import HOP_ALPHA, Expanded, check_hops
-from lattqe.expansion.diffusion import column_groups, hop
 from lattqe.expansion.rows import augment_rows
 from lattqe.search import Index
 from lattqe.search.index import StoredIndex
@@ -62,13 +61,13 @@ class HopTask:
             object.__setattr__(self, name, absolute(getattr(self, name)))
         object.__setattr__(self, "cache", node_folder(self.cache))
 
-    def cut(self, rows: int, dim: int) -> "Cut":
+    def cut(self, rows: int, dim: int) -> "HopCut":
         """The cut of that many rows and columns."""
-        return Cut.of(rows, dim, self.band_rows, self.group_bytes)
+        return HopCut.of(rows, dim, self.band_rows, self.group_bytes)
 
 
 @dataclass(frozen=True)
-class Cut:
+class HopCut:
     """Bands of rows and groups of columns."""
 
     rows: int
@@ -77,7 +76,7 @@ class Cut:
     group_bytes: int
 
     @classmethod
-    def of(cls, rows: int, dim: int, band_rows: int = BAND_ROWS, group_bytes: int = GROUP_BYTES) -> "Cut":
+    def of(cls, rows: int, dim: int, band_rows: int = BAND_ROWS, group_bytes: int = GROUP_BYTES) -> "HopCut":
         """The cut by these sizes, with larger bands where there would be too many."""
         return cls(rows, dim, max(band_rows, -(-rows // MOST_BANDS)), group_bytes)
 
@@ -89,6 +88,8 @@ class Cut:
     @cached_property
     def groups(self) -> list[slice]:
         """The columns of each group."""
+        from lattqe.expansion.diffusion import column_groups  # and scipy, which a search need not wait for
+
         return column_groups(self.rows, self.dim, self.group_bytes)
 
     @property
@@ -237,6 +238,8 @@ def recompute(index: FeatureSet, count: int, seed: int = 0, cache: str | None = 
         off = _check_edges(recipe.edges, rows, done, max(EDGE_TOLERANCE, coarse))
         if not hops_again(index):
             return off
+        from lattqe.expansion.diffusion import hop
+
         expected = hop(*recipe.edges.read(), recipe.features.read(), recipe.hop_alpha, recipe.hops)[rows]
     deviation = np.abs(index.gather(rows).astype(np.float32) - expected).max(axis=1, initial=0.0)
     worst = int(deviation.argmax()) if len(rows) else 0

@@ -14,18 +14,19 @@ import numpy as np
 import xxhash
 
 from lattqe import adaptation
+from lattqe.augmentation.recipe import Augmentation
 from lattqe.benchmark.spec import Dataset, Params, Pipeline, Setting, graph_method
 from lattqe.datasets.revisited import RevisitedSet, load_gnd
 from lattqe.device import peak_bytes
+from lattqe.duplicates import own_rows
 from lattqe.errors import LattqeError
 from lattqe.evaluation import GroundTruth, LabelTruth, Scores, evaluate, score_ranking
 from lattqe.evaluation.analysis import weights_by_rank
-from lattqe.evaluation.labels import label_truth
+from lattqe.evaluation.truth import label_truth
 from lattqe.expansion import METHODS, Method, create
 from lattqe.expansion.diffusion import GraphRows
 from lattqe.expansion.rows import Found, candidates, expand_queries, nearest
 from lattqe.formats.source import local_files
-from lattqe.own_rows import own_rows
 from lattqe.search import Index
 from lattqe.store import FeatureSet, NeighborGraph, read_manifest
 from lattqe.store.manifest import canonical_json
@@ -37,7 +38,7 @@ FORMAT = 2  # of a stored cell; raised when the same key would hold other number
 
 
 @dataclass(frozen=True)
-class Inputs:
+class OpenedDataset:
     """A data set: its rows, queries, ground truth, and the digest of the last."""
 
     database: FeatureSet
@@ -47,7 +48,7 @@ class Inputs:
     exclude: np.ndarray | None = None  # (nq,) the row of each query that is itself in the database, -1 for the others
 
     @classmethod
-    def open(cls, dataset: Dataset) -> "Inputs":
+    def open(cls, dataset: Dataset) -> "OpenedDataset":
         """Open a data set; queries or rows that do not fit the ground truth are refused."""
         database, queries = FeatureSet.open(dataset.database), FeatureSet.open(dataset.queries)
         if database.dim != queries.dim:
@@ -114,7 +115,7 @@ def _check_rows(name: str, gnd: RevisitedSet, database: FeatureSet, queries: Fea
 
 
 def finished_graphs(
-    uris: Sequence[str], inputs: Mapping[str, Inputs], distractors: Mapping[tuple[str, str], FeatureSet], k: int
+    uris: Sequence[str], inputs: Mapping[str, OpenedDataset], distractors: Mapping[tuple[str, str], FeatureSet], k: int
 ) -> dict[tuple[str, ...], NeighborGraph]:
     """The graphs that a run names, by the digests of the sets whose rows they are of, one after the other.
 
@@ -354,7 +355,7 @@ def _ranked(
 
 
 def method_of(setting: Setting, dba: bool = False) -> Method:
-    """The method of a setting, for queries or for database rows; hops and the space are no matter of the method."""
+    """The method of a setting, for queries or for database rows; hops and the space are not the method's concern."""
     params = tuple(pair for pair in setting.params if pair[0] not in ("hops", "hop_alpha", "adapt"))
     return _method(setting.method, params, dba and bool(METHODS[setting.method].row_params))
 
@@ -378,3 +379,11 @@ def _expand(
     k = min(setting.k, candidates(index, exclude))
     profiles = weights_by_rank(done.weights, done.rows[:, 1 : 1 + k], truth)
     return done.vectors, {name: profile.to_dict() for name, profile in profiles.items()}
+
+
+def augmentation_of(features: FeatureSet, dba: Setting, to: str) -> Augmentation:
+    """What a setting makes of some rows; their graph is yet to be named."""
+    params = dict(dba.params) | METHODS[dba.method].row_params
+    hops, alpha, adapted = params.pop("hops", 1), params.pop("hop_alpha", None), params.pop("adapt", False)
+    alpha = method_of(dba, dba=True).hop_alpha(features.rows) if alpha is None else alpha
+    return Augmentation(features.uri, "", to, dba.method, dba.k, params, hops=hops, hop_alpha=alpha, adapt=adapted)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lattqe.benchmark.choosing import Row, choose_rows, mean_of, reported, tried_on
-from lattqe.benchmark.results import Source
+from lattqe.benchmark.results import ResultSource
 from lattqe.benchmark.spec import (
     Candidate,
     Dataset,
@@ -31,11 +31,11 @@ from lattqe.benchmark.spec import (
 )
 from lattqe.datasets.labelled import PHOTO_SETS, load_photos, photos_in
 from lattqe.datasets.prepare import store
+from lattqe.duplicates import own_rows
 from lattqe.errors import LattqeError
 from lattqe.evaluation.analysis import paired_bootstrap
 from lattqe.evaluation.truth import keep_of_each
 from lattqe.expansion import METHODS
-from lattqe.own_rows import own_rows
 from lattqe.store import FeatureSet
 from lattqe.store.features import comparable_labels
 
@@ -234,7 +234,7 @@ def density_run(cells: Sequence[DensityCell], model: str) -> Run:
     )
 
 
-def gains(run: Run, cells: Sequence[DensityCell], source: Source) -> dict[str, Any]:
+def gains(run: Run, cells: Sequence[DensityCell], source: ResultSource) -> dict[str, Any]:
     """For each group of cells the mean mAP of every row with one setting and tuned for each cell, and what is sure.
 
     `intervals`: the gain of what is learned over no expansion, and over the best rival tuned for these cells.
@@ -270,7 +270,7 @@ def gains(run: Run, cells: Sequence[DensityCell], source: Source) -> dict[str, A
     }
 
 
-def _group(run: Run, rows: Sequence[Row], cells: Sequence[DensityCell], source: Source) -> dict[str, Any]:
+def _group(run: Run, rows: Sequence[Row], cells: Sequence[DensityCell], source: ResultSource) -> dict[str, Any]:
     """One group of cells: a line for each row, and the intervals of what is learned."""
     columns, distractors, relevant = cells[0].group
     lines = [_line(row, cells, source) for row in rows]
@@ -303,14 +303,14 @@ def _group(run: Run, rows: Sequence[Row], cells: Sequence[DensityCell], source: 
     }
 
 
-def _line(row: Row, cells: Sequence[DensityCell], source: Source) -> dict[str, Any]:
+def _line(row: Row, cells: Sequence[DensityCell], source: ResultSource) -> dict[str, Any]:
     one = [tried_on(cell.dataset, (row.pipeline,), source.lookup)[0] for cell in cells]
     tuned = [tried_on(cell.dataset, row.tried, source.lookup)[0] for cell in cells]
     return {"label": row.label, "kind": row.kind, "method": row.method, "one": mean_of(one), "tuned": mean_of(tuned)}
 
 
 def _interval(
-    run: Run, cells: Sequence[DensityCell], after: Row, before: Row, tuned: bool, source: Source
+    run: Run, cells: Sequence[DensityCell], after: Row, before: Row, tuned: bool, source: ResultSource
 ) -> dict[str, Any]:
     """Paired bootstrap over the queries of all sets, in percent."""
     sides: list[list[Any]] = [[], []]

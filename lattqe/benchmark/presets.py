@@ -42,7 +42,7 @@ PHOTO_DBA = {
 
 
 @dataclass(frozen=True)
-class Options:
+class PresetOptions:
     """What the command line gives a preset; None where it does not."""
 
     folder: str
@@ -63,8 +63,8 @@ class Preset:
 
     line: str
     takes: tuple[str, ...]
-    make: Callable[[Options], Run]
-    cells: Callable[[Options], list[DensityCell]] | None = None
+    make: Callable[[PresetOptions], Run]
+    cells: Callable[[PresetOptions], list[DensityCell]] | None = None
 
 
 def competitors() -> list[Candidate]:
@@ -179,7 +179,7 @@ def unlabelled(uri: str, sets: Sequence[FeatureSet], source: dict[str, object]) 
     return uri
 
 
-def photos_run(options: Options) -> Run:
+def photos_run(options: PresetOptions) -> Run:
     """Four sets of photographs, each also with the other three as distractors; the first columns of the vectors."""
     columns = options.columns or (PHOTO_COLUMNS,)
     if len(columns) > 1:
@@ -219,7 +219,7 @@ def synthetic_run(
     return Run("Synthetic landmarks", tuple(datasets), methods, distractors, graph_methods=on_graph)
 
 
-def revisited_run(options: Options) -> Run:
+def revisited_run(options: PresetOptions) -> Run:
     """Revisited Oxford and Paris with a million distractors, for those who have the features.
 
     `data` holds roxford5k, roxford5k-queries, rparis6k, rparis6k-queries and (optionally) r1m as feature sets, and
@@ -247,7 +247,7 @@ def revisited_run(options: Options) -> Run:
 
 
 @lru_cache(maxsize=1)  # the run and its report ask for the same ones
-def density_cells(options: Options) -> list[DensityCell]:
+def density_cells(options: PresetOptions) -> list[DensityCell]:
     """The photographs, or a user's own labelled sets, cut to all densities."""
     if options.features is None:
         if options.queries is not None:
@@ -288,7 +288,7 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def preset_run(name: str, options: Options) -> Run:
+def preset_run(name: str, options: PresetOptions) -> Run:
     """The run of a preset; data that it makes or cuts go to `folder`/features. Options it does not take are refused."""
     preset = PRESETS[name]
     for option in (each.name for each in fields(options) if each.name != "folder"):

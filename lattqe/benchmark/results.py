@@ -24,7 +24,7 @@ from lattqe.benchmark.choosing import (
     tried_on,
 )
 from lattqe.benchmark.spec import Dataset, Pipeline, Run, Setting, describe_steps, is_learned
-from lattqe.datasets.revisited import published
+from lattqe.datasets.revisited import published_scores
 from lattqe.evaluation import Scores
 from lattqe.evaluation.analysis import paired_bootstrap, regimes
 
@@ -114,7 +114,7 @@ def figure4(run: Run, rows: Sequence[Row], lookup: Lookup) -> dict[str, Any]:
 
 def _published_bars(name: str, setup: str) -> dict[str, list[float]]:
     """The paper's relative gains by method, in percent."""
-    return published()["figure4"][name].get(setup, {}).get("relative", {})
+    return published_scores()["figure4"][name].get(setup, {}).get("relative", {})
 
 
 def _pooled(
@@ -186,7 +186,7 @@ def per_query(run: Run, rows: Sequence[Row], lookup: Lookup, ids: Callable[[str]
     return tables
 
 
-class Source(Protocol):
+class ResultSource(Protocol):
     """Where results come from: `cluster.benchmark.Bench` is one."""
 
     def lookup(self, cell: Cell) -> Measured:
@@ -213,7 +213,7 @@ def _mean(values: Mapping[str, Mapping[str, float]]) -> float | None:
     return mean_of([value for setups in values.values() for value in setups.values() or (None,)])
 
 
-def table3(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]]:
+def table3(run: Run, rows: Sequence[Row], source: ResultSource) -> list[dict[str, Any]]:
     """Each row's mAP and mP@k for each column and setup, with their mean and the cells they come from.
 
     A column that has too many rows for the row's method has no setups.
@@ -231,11 +231,7 @@ def table3(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]
         }
         lines.append(
             {
-                "kind": row.kind,
-                "method": row.method,
-                "label": row.label,
-                "choose": row.choose,
-                **describe_steps(row.pipeline),
+                **_described(row),
                 "map": values,
                 "precision": precision,
                 "mean": _mean(values),
@@ -243,6 +239,12 @@ def table3(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]
             }
         )
     return lines
+
+
+def _described(row: Row) -> dict[str, Any]:
+    """What every table says of a row beside its numbers."""
+    named = {"kind": row.kind, "method": row.method, "label": row.label, "choose": row.choose}
+    return {**named, **describe_steps(row.pipeline)}
 
 
 def table2(run: Run, lookup: Lookup) -> list[dict[str, Any]]:
@@ -259,7 +261,7 @@ def table2(run: Run, lookup: Lookup) -> list[dict[str, Any]]:
     return lines
 
 
-def cost(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]]:
+def cost(run: Run, rows: Sequence[Row], source: ResultSource) -> list[dict[str, Any]]:
     """Seconds and the driver's peak memory of each cell of Table 3: of the machine that ran it, not of the method."""
     lines = []
     for row in rows:
@@ -281,7 +283,7 @@ def cost(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]]:
     return lines
 
 
-def everything(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, Any]]:
+def everything(run: Run, rows: Sequence[Row], source: ResultSource) -> list[dict[str, Any]]:
     """Every row on every tested set without distractors: with its one setting, and with the best one for each set.
 
     `tuned` is what a row reaches where each set may choose among all settings that were tried on test; rows that were
@@ -294,11 +296,7 @@ def everything(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, 
         best = {dataset.name: tried_on(dataset, row.tried, source.lookup) for dataset in tested}
         lines.append(
             {
-                "kind": row.kind,
-                "method": row.method,
-                "label": row.label,
-                "choose": row.choose,
-                **describe_steps(row.pipeline),
+                **_described(row),
                 "map": values,
                 "mean": mean_of(list(values.values())),
                 "tried": len(row.tried),
@@ -311,7 +309,7 @@ def everything(run: Run, rows: Sequence[Row], source: Source) -> list[dict[str, 
     return lines
 
 
-def _per_million(row: Row, tested: Sequence[Dataset], source: Source) -> dict[str, float]:
+def _per_million(row: Row, tested: Sequence[Dataset], source: ResultSource) -> dict[str, float]:
     """Seconds for a million rows beside the neighbor graph, and milliseconds for a query.
 
     The graph is shared by all that do not adapt the rows; an adaptation belongs to the row that uses it.
@@ -331,7 +329,7 @@ def _per_million(row: Row, tested: Sequence[Dataset], source: Source) -> dict[st
     return {"seconds_per_million_rows": 1e6 * making / max(rows, 1), "milliseconds_per_query": per_query}
 
 
-def assemble(run: Run, source: Source, facts: Mapping[str, Any]) -> dict[str, Any]:
+def assemble(run: Run, source: ResultSource, facts: Mapping[str, Any]) -> dict[str, Any]:
     """The whole result of a run; `facts` are what the job knows of its inputs."""
     rows = choose_rows(run, source.lookup)
     table = table3(run, rows, source)

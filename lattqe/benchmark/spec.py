@@ -1,5 +1,5 @@
 """What a run measures: data sets, distractors, methods with their settings, how those are chosen, and what a trained
-model says about how it wants to be used.
+model says about how to use it.
 """
 
 import itertools

@@ -26,7 +26,7 @@ from lattqe.cost.work import (
 from lattqe.expansion import Method
 from lattqe.expansion.attention import AttentionExpansion
 from lattqe.expansion.rows import GATHER_BYTES, list_lengths, shares
-from lattqe.model.config import LAttQEConfig
+from lattqe.model.network import LAttQEConfig
 from lattqe.store.manifest import part_row_counts
 
 # Python, Ray, torch and a small model, where the process itself cannot be asked; and what the first products of a

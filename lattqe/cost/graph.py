@@ -216,10 +216,7 @@ def graph_of_pairs(
     loaded, loading = _vectors(sets, cut, visits, machines, cached, remote)
     opens = len(sets) * (machines.workers + OPENS_HERE)
     scored = k * sum(size * harmonic(visits[block]) for block, size in enumerate(cut.sizes))
-    if products_per_second is None:
-        seconds = cut.products * product_seconds(dim, machines) + scoring_seconds(scored, dim, machines.threads)
-    else:
-        seconds = cut.products / products_per_second
+    seconds = graph_seconds(cut, dim, scored, machines, products_per_second)
     largest, fetched = max(cut.sizes), remote and not cached
     held, mapped = reached_bytes(sets, fetched)
     products = sum(
@@ -253,6 +250,13 @@ def graph_of_pairs(
             "candidates scored in float64": f"{scored:.3g}",
         },
     )
+
+
+def graph_seconds(cut: Cut, dim: int, scored: float, machines: Machines, products_per_second: float | None) -> float:
+    """Seconds of one worker for all products and scores, by their measured rate where there is one."""
+    if products_per_second is not None:
+        return cut.products / products_per_second
+    return cut.products * product_seconds(dim, machines) + scoring_seconds(scored, dim, machines.threads)
 
 
 def _list_traffic(cut: Cut, k: int, visits: Sequence[int], part_rows: Sequence[int]) -> tuple[int, int, Requests]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lattqe.augmentation.recipe import Cut
+from lattqe.augmentation.recipe import HopCut
 from lattqe.cost import stages
 from lattqe.cost.augment import Weighing, augmentation, hops, joined_rows, weighing_of
 from lattqe.cost.graph import graph_here
@@ -25,7 +25,7 @@ from lattqe.store.parts import RESIDENT_BYTES
 if TYPE_CHECKING:
     from lattqe.expansion import Method
     from lattqe.store import FeatureSet, NeighborGraph
-    from lattqe.training import Plan
+    from lattqe.training import TrainingPlan
 
 UNITS = {"TB": 10**12, "GB": GB, "MB": 10**6, "TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20}
 SPEEDS = {"GB/s": GB, "MB/s": 10**6, "Gbit/s": GB / 8}
@@ -134,7 +134,7 @@ def parse_assumption(text: str) -> Machines:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PlannedRows:
     """A feature set, there or not: its parts, columns, bytes of a number; `remote`: on S3."""
 
     stored: Stored
@@ -143,17 +143,17 @@ class Rows:
     remote: bool = True
 
     @classmethod
-    def of(cls, features: "FeatureSet") -> "Rows":
+    def of(cls, features: "FeatureSet") -> "PlannedRows":
         """A set that is there."""
         itemsize = np.dtype(features.dtype).itemsize
         return cls(Stored.of(features.manifest), features.dim, itemsize, not features.place.is_local)
 
     @classmethod
-    def sized(cls, rows: int, dim: int, dtype: str = "float16") -> "Rows":
+    def sized(cls, rows: int, dim: int, dtype: str = "float16") -> "PlannedRows":
         """A set that is not there."""
         return cls(Stored.kind("features", rows, dim=dim, dtype=dtype), dim, np.dtype(dtype).itemsize)
 
-    def rewritten(self) -> "Rows":
+    def rewritten(self) -> "PlannedRows":
         """The same rows, with what stands beside their vectors, in parts of the usual size."""
         rows, vector = self.stored.rows, self.dim * self.itemsize
         row = max(self.stored.bytes - ARROW_BYTES * self.stored.parts, 0) // max(rows, 1)
@@ -167,7 +167,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Placement:
     """Where a job runs: on which machines, in this process or on workers, with a cache on each node or without."""
 
     machines: Machines
@@ -177,14 +177,14 @@ class Setting:
     block_rows: int | None = None
     schedule: str = "auto"  # of the graph
 
-    def at(self, here: bool) -> "Setting":
+    def at(self, here: bool) -> "Placement":
         """The same for a stage that is too large for this process, unless it can be `here`: a worker for each core."""
         if here or not self.here:
             return self
         return replace(self, here=False, machines=replace(self.machines, asked=None))
 
 
-def neighbors(sets: Sequence[Rows], k: int, where: Setting, approximate: bool = False) -> Work:
+def neighbors(sets: Sequence[PlannedRows], k: int, where: Placement, approximate: bool = False) -> Work:
     """The graph of one set, or of a set and its distractors, whose own graph is known."""
     first, stored = sets[0], [each.stored for each in sets]
     if approximate:
@@ -207,7 +207,7 @@ def neighbors(sets: Sequence[Rows], k: int, where: Setting, approximate: bool = 
     )[1]
 
 
-def needs_shards(rows: Rows, where: Setting) -> bool:
+def needs_shards(rows: PlannedRows, where: Placement) -> bool:
     """Whether workers gather vectors from each other: a node cannot hold them, or has nowhere to keep them."""
     if where.here:
         return False
@@ -216,10 +216,10 @@ def needs_shards(rows: Rows, where: Setting) -> bool:
 
 
 def augment(
-    rows: Rows,
+    rows: PlannedRows,
     weighs: Weighing,
     number: int,
-    where: Setting,
+    where: Placement,
     *,
     graph: Stored | None = None,
     shards: bool | None = None,
@@ -270,7 +270,7 @@ def augment_by(
     method: "Method",
     k: int,
     number: int,
-    where: Setting,
+    where: Placement,
     *,
     graph: "NeighborGraph | None" = None,
     shards: bool | None = None,
@@ -279,18 +279,18 @@ def augment_by(
     """The augmentation of a set that is there by a method, with that many hops; `graph`: where it is there already."""
     weighs = weighing_of(method, k, features.dim, features.rows)
     stored = None if graph is None else Stored.of(graph.manifest)
-    return augment(Rows.of(features), weighs, number, where, graph=stored, shards=shards, adapt=adapt)
+    return augment(PlannedRows.of(features), weighs, number, where, graph=stored, shards=shards, adapt=adapt)
 
 
 def append(
-    rows: Rows,
+    rows: PlannedRows,
     graph: Stored,
     k: int,
     joined: int,
     removed: int,
     method: "Method",
     weighed: int,
-    where: Setting,
+    where: Placement,
     number: int = 1,
 ) -> list[Work]:
     """Rows that join and leave an augmented index; with several hops its edges, and then all hops again."""
@@ -312,9 +312,9 @@ def append(
     return [growth] if number == 1 else [growth, _hops(after, weighs.k, number, where)]
 
 
-def _hops(rows: Rows, k: int, number: int, where: Setting) -> Work:
+def _hops(rows: PlannedRows, k: int, number: int, where: Placement) -> Work:
     """Features that flow over the edges of these rows."""
-    cut = Cut.of(rows.stored.rows, rows.dim)
+    cut = HopCut.of(rows.stored.rows, rows.dim)
     return hops(
         rows.stored,
         Stored.kind("edges", rows.stored.rows, k=k),
@@ -329,7 +329,9 @@ def _hops(rows: Rows, k: int, number: int, where: Setting) -> Work:
     )
 
 
-def search(database: Sequence[Rows], queries: Rows, k: int, where: Setting, expansion: Weighing | None = None) -> Work:
+def search(
+    database: Sequence[PlannedRows], queries: PlannedRows, k: int, where: Placement, expansion: Weighing | None = None
+) -> Work:
     """Ranks of all queries."""
     first = database[0]
     return stages.search(
@@ -345,7 +347,7 @@ def search(database: Sequence[Rows], queries: Rows, k: int, where: Setting, expa
     )
 
 
-def cells(database: Sequence[Rows], queries: Rows, number: int, where: Setting, depth: int) -> Work:
+def cells(database: Sequence[PlannedRows], queries: PlannedRows, number: int, where: Placement, depth: int) -> Work:
     """That many cells of a benchmark over the same rows; depth: of the longest list that an expansion looks at."""
     first = database[0]
     return stages.measuring(
@@ -361,7 +363,7 @@ def cells(database: Sequence[Rows], queries: Rows, number: int, where: Setting, 
     )
 
 
-def train(plan: "Plan", machines: Machines) -> Work:
+def train(plan: "TrainingPlan", machines: Machines) -> Work:
     """A training as its plan describes it."""
     from lattqe.store import FeatureSet
 

@@ -21,6 +21,7 @@ from lattqe.cost.graph import (
     fitting_rows,
     graph_of_pairs,
     graph_products,
+    graph_seconds,
     harmonic,
     overlaps,
     plan_pairs,
@@ -80,7 +81,7 @@ def visitor_rows(dim: int) -> int:
     return max(VISITOR_BYTES // (4 * max(dim, 1)), LEAST_BLOCK)
 
 
-def row_bytes(schedule: str, dim: int, k: int, itemsize: int, fetched: bool) -> int:
+def block_row_bytes(schedule: str, dim: int, k: int, itemsize: int, fetched: bool) -> int:
     """Memory for one row of a block: as for pairs, but without a third block that stays from before."""
     if schedule == "pairs":
         return bytes_per_row(dim, k, itemsize, fetched)
@@ -112,7 +113,7 @@ def cut_for(
     advice where they cannot. `block_rows`: of a block, instead of as many as fit. `fetched`: rows come from S3;
     `beside`: bytes of their parts and of tiles in each worker.
     """
-    rows, each = own + others, row_bytes(schedule, dim, k, itemsize, fetched)
+    rows, each = own + others, block_row_bytes(schedule, dim, k, itemsize, fetched)
     fixed = beside + fixed_bytes(schedule, rows, dim, itemsize, fetched)
     if schedule == "pairs":
         fit = fitting_rows(budget, fixed, each, products_per_second)
@@ -169,10 +170,7 @@ def graph_of_rows(
     reading = sum((Requests(gets=gets_of(size)) * count for size, count in zip(lists, assembled)), Requests())
     opens = len(sets) * (machines.workers + OPENS_HERE)
     scored = k * rows * harmonic(max(-(-rows // visitor_rows(dim)), 1))
-    if products_per_second is None:
-        seconds = cut.products * product_seconds(dim, machines) + scoring_seconds(scored, dim, machines.threads)
-    else:
-        seconds = cut.products / products_per_second
+    seconds = graph_seconds(cut, dim, scored, machines, products_per_second)
     # A block meets itself by tiles, both halves of which are multiplied on the diagonal.
     within = [(size, graph_products(size, 1, machines.threads)) for size in cut.sizes[: cut.own]]
     products = cut.products + sum(tiled - size * size // 2 for size, tiled in within)
@@ -190,7 +188,7 @@ def graph_of_rows(
         worker_bytes=fixed_bytes("rows", rows, dim, itemsize, fetched)
         + tile_bytes(largest, machines)
         + held
-        + largest * row_bytes("rows", dim, k, itemsize, fetched),
+        + largest * block_row_bytes("rows", dim, k, itemsize, fetched),
         mapped=mapped,
         scratch=12 * k * rows,
         stored=graph.bytes,

@@ -29,7 +29,7 @@ from lattqe.cost.work import (
     claim,
     held_bytes,
 )
-from lattqe.model.config import LAttQEConfig
+from lattqe.model.network import LAttQEConfig
 from lattqe.search.compare import rows_per_block
 
 # Values that one core normalises in float64 and stores as float16 in a second: benchmarks/cost.py.

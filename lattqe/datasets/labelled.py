@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lattqe.datasets.prepare import Folder, MatrixFile, Progress, Report, lacking_files, stem, store
+from lattqe.datasets.prepare import Folder, MatrixFile, Report, SetProgress, lacking_files, stem, store
 from lattqe.errors import LattqeError
 from lattqe.evaluation.truth import LabelTruth
 from lattqe.formats import pickle_file
@@ -181,7 +181,7 @@ class SfmHalf:
         return LabelTruth(self.labels, query_rows=np.unique(self.query_rows))
 
     def positives_of_rows(self) -> list[list[str]]:
-        """For each row the ids of its published positives; none for rows that are no queries."""
+        """For each row the ids of its published positives; none for rows that are not queries."""
         positives: list[list[str]] = [[] for _ in self.ids]
         for query, positive in zip(self.query_rows.tolist(), self.positive_rows.tolist()):
             if self.ids[positive] not in positives[query]:
@@ -233,7 +233,7 @@ def _integers(value: Any, key: str) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def prepare_sfm120k(source: str, to: str, dtype: str = "float16", progress: Progress = lambda *_: None) -> Report:
+def prepare_sfm120k(source: str, to: str, dtype: str = "float16", progress: SetProgress = lambda *_: None) -> Report:
     """SfM-120k: sfm120k-train, sfm120k-val and sfm120k-val-queries below `to`, labelled by cluster.
 
     The folder holds the published pickle (its name has 'sfm' in it) and the descriptors of the images of each half, in
@@ -310,7 +310,7 @@ def _write_rows(features: FeatureSet, rows: NDArray[np.int64], to: str, report: 
     report.made[to.rsplit("/", 1)[-1]] = FeatureSet.open(to)
 
 
-def prepare_photos(source: str, to: str, columns: int | None = None, progress: Progress = lambda *_: None) -> Report:
+def prepare_photos(source: str, to: str, columns: int | None = None, progress: SetProgress = lambda *_: None) -> Report:
     """Labelled photographs: NAME-train, and NAME-val and NAME-test with their -queries, for the sets that are there."""
     folder, report = Folder.open(source), Report()
     prefix = "photos/" if any(name.startswith("photos/") for name in folder.names) else ""

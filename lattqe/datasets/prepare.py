@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lattqe.datasets.revisited import check_ids, load_gnd, save_gnd
+from lattqe.datasets.revisited import check_expected_ids, load_gnd, save_gnd
 from lattqe.datasets.synthetic import SyntheticSplit, SyntheticWorld
 from lattqe.errors import LattqeError
 from lattqe.evaluation import GroundTruth, Scores, evaluate
@@ -31,7 +31,7 @@ BOTH_IN_ONE = (("X", "Q"), ("vecs", "qvecs"))  # names of database and queries w
 POSITIVES = pa.field("positives", pa.list_(pa.string()))  # ids of the published positives of a row
 BLOCK_ROWS = 8192
 
-Progress = Callable[[str, int, int], None]  # name of the set, rows just written, rows in all
+SetProgress = Callable[[str, int, int], None]  # name of the set, rows just written, rows in all
 
 
 @dataclass
@@ -138,7 +138,7 @@ class MatrixFile:
             )
         return opened, notes
 
-    def write(self, to: str, dtype: str, report: Report, progress: Progress) -> FeatureSet:
+    def write(self, to: str, dtype: str, report: Report, progress: SetProgress) -> FeatureSet:
         """Write the feature set, with the ids of the list; ids in the file itself must be the same."""
         name = to.rsplit("/", 1)[-1]
         with local_files({"matrix": self.uri}) as local:
@@ -161,7 +161,7 @@ class MatrixFile:
         for block in opened.blocks(BLOCK_ROWS):
             rows = slice(start, start + len(block.vectors))
             if opened.has_ids and block.ids is not None:
-                check_ids(block.ids, self.ids[rows], f"{self.uri} (rows from {start} on)", self.said_by)
+                check_expected_ids(block.ids, self.ids[rows], f"{self.uri} (rows from {start} on)", self.said_by)
             beside = {} if self.positives is None else {"positives": pa.array(self.positives[rows], POSITIVES.type)}
             labels = None if self.labels is None else self.labels[rows]
             writer.append(block.vectors, list(self.ids[rows]), labels, beside)
@@ -169,7 +169,7 @@ class MatrixFile:
             progress(len(block.vectors), opened.rows)
 
 
-def prepare_revisited(source: str, to: str, dtype: str = "float16", progress: Progress = lambda *_: None) -> Report:
+def prepare_revisited(source: str, to: str, dtype: str = "float16", progress: SetProgress = lambda *_: None) -> Report:
     """Revisited Oxford and Paris, as many of the two as are there: NAME, NAME-queries and gnd_NAME.pkl below `to`.
 
     For each set the folder holds gnd_NAME.pkl (or .json), and one file with database and queries (X and Q, or vecs and
@@ -237,7 +237,7 @@ def _prepare_revisited_set(
     to: str,
     dtype: str,
     report: Report,
-    progress: Progress,
+    progress: SetProgress,
 ) -> None:
     with local_files({"truth": folder.uri(truth_name)}) as local:
         truth = load_gnd(local["truth"])
@@ -270,7 +270,7 @@ def prepare_r1m(
     to: str,
     ids: str | None = None,
     dtype: str = "float16",
-    progress: Progress = lambda *_: None,
+    progress: SetProgress = lambda *_: None,
 ) -> Report:
     """The million distractors, from one file of vectors or several in order: r1m below `to`."""
     report = Report()
@@ -291,7 +291,7 @@ def prepare_r1m(
     return report
 
 
-def prepare_synthetic(world: SyntheticWorld, to: str, progress: Progress = lambda *_: None) -> Report:
+def prepare_synthetic(world: SyntheticWorld, to: str, progress: SetProgress = lambda *_: None) -> Report:
     """The synthetic landmarks: train, val, oxford, paris and distractors, with -queries and ground truths."""
     report, base = Report(), to.rstrip("/")
     for name in ("train", "val", "oxford", "paris", "distractors"):

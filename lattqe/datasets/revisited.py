@@ -51,13 +51,13 @@ class RevisitedSet:
 
     def check_database(self, ids: Sequence[str], name: str = "database") -> None:
         """Refuse a database whose first rows are not `imlist`. Rows after them are distractors."""
-        check_ids(ids[: self.database_rows], self.imlist, name, "imlist")
+        check_expected_ids(ids[: self.database_rows], self.imlist, name, "imlist")
 
     def check_queries(self, ids: Sequence[str], name: str = "queries") -> None:
         """Refuse queries that are not `qimlist`."""
         if len(ids) > self.queries:
             raise LattqeError(f"{name} has {len(ids)} rows, but qimlist of the ground truth {self.queries}")
-        check_ids(ids, self.qimlist, name, "qimlist")
+        check_expected_ids(ids, self.qimlist, name, "qimlist")
 
 
 def image_name(identifier: str) -> str:
@@ -66,7 +66,7 @@ def image_name(identifier: str) -> str:
     return path.stem if path.suffix.lower() in (".jpg", ".jpeg", ".png") else path.name
 
 
-def check_ids(ids: Sequence[str], expected: Sequence[str], name: str, list_name: str) -> None:
+def check_expected_ids(ids: Sequence[str], expected: Sequence[str], name: str, list_name: str) -> None:
     """Refuse ids that are not the expected names in the same order, naming the first that differs.
 
     Ids that are bare row numbers, as imports of nameless arrays have them, say nothing and are accepted.
@@ -186,7 +186,7 @@ def _box(value: Any, query: str) -> Box | None:
 
 
 @cache
-def published() -> dict[str, Any]:
+def published_scores() -> dict[str, Any]:
     """Everything in the file, in percent. Treat it as read-only.
 
     golden: no-expansion results of the paper's features, which must come out before anything else is compared.
@@ -202,7 +202,7 @@ def golden_differences(dataset: str, measured: dict[str, float], tolerance: floa
 
     dataset: 'roxford5k' or 'rparis6k'. The tolerance allows for rounding of the descriptors to float16.
     """
-    golden = published()["golden"]["map"][dataset]
+    golden = published_scores()["golden"]["map"][dataset]
     return [
         f"{dataset} {setup}: mAP {measured[setup]:.2f} without expansion, {value:.2f} expected of the paper's features"
         for setup, value in golden.items()

@@ -15,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lattqe.datasets.revisited import RevisitedSet, load_gnd
+from lattqe.duplicates import own_rows
 from lattqe.errors import LattqeError
-from lattqe.evaluation.labels import label_truth
 from lattqe.evaluation.scores import Scores, query_blocks, score_ranking
-from lattqe.evaluation.truth import GroundTruth, Setup
+from lattqe.evaluation.truth import GroundTruth, Setup, label_truth
 from lattqe.formats.source import local_files
-from lattqe.own_rows import own_rows
 from lattqe.store import FeatureSet, Ranks
 
 _DRAWS_AT_ONCE = 1 << 20  # drawn query numbers in memory: 8 MB

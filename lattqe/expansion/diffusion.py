@@ -142,7 +142,7 @@ def mutual_affinity(I: np.ndarray, D: np.ndarray, kd: int, gamma: float) -> spar
     return sparse.csr_array(directed.minimum(directed.T))
 
 
-def normalised(A: sparse.csr_array) -> sparse.csr_array:
+def symmetric_normalised(A: sparse.csr_array) -> sparse.csr_array:
     """D^-½ A D^-½; rows without any weight stay zero."""
     degree = np.asarray(A.sum(axis=1)).ravel()
     scale = sparse.diags_array(np.where(degree > 0, 1 / np.sqrt(np.where(degree > 0, degree, 1)), 0))
@@ -229,7 +229,7 @@ class GraphRows:
 
 @dataclass
 class Ranker(Described):
-    """A way of ranking all rows for a query that is no product of two vectors. Its fields are its parameters."""
+    """A way of ranking all rows for a query other than by the product of two vectors. Its fields are its parameters."""
 
     name: ClassVar[str]
     label: ClassVar[str]
@@ -251,7 +251,7 @@ class Ranker(Described):
     def graph(self, rows: GraphRows) -> sparse.csr_array:
         """S (n, n), made once for all queries."""
         lists = rows.lists(self.kd)
-        return rows.once(self.graph_key, lambda: normalised(mutual_affinity(*lists, self.kd, self.gamma)))
+        return rows.once(self.graph_key, lambda: symmetric_normalised(mutual_affinity(*lists, self.kd, self.gamma)))
 
     @property
     def graph_key(self) -> tuple[Any, ...]:

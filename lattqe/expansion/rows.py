@@ -79,8 +79,8 @@ def expand_queries(
 ) -> Expanded:
     """Expand queries xq (nq, D) from their k nearest rows of an index.
 
-    The result's `weights` (nq, 1 + t + m) belong to its `rows` (nq, 1 + t + m): the query itself (-1, it is no row),
-    the t rows that the method asked for (`method.depth(k)`), and m negatives; -1 where there are fewer.
+    The result's `weights` (nq, 1 + t + m) belong to its `rows` (nq, 1 + t + m): -1 for the query
+    itself, the t rows that the method asked for (`method.depth(k)`), and m negatives; -1 where there are fewer.
     found: D and I (nq, t or more) where the search was done before, as `nearest` gives them. exclude (nq,): the row
     of each query that is itself in the index, -1 for the others. on_done(n): called after each n queries.
     """

@@ -97,7 +97,7 @@ class EncoderSpec:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class ImageEncoder:
     """An encoder on its device: uint8 pixels in, unit vectors out."""
 
     network: Callable[[Tensor], Tensor]  # (n, 3, h, w) normalised float32 → (n, D)
@@ -143,7 +143,7 @@ class Encoder:
         return int(vectors.shape[1])
 
 
-def open_encoder(spec: EncoderSpec, device: torch.device) -> Encoder:
+def open_encoder(spec: EncoderSpec, device: torch.device) -> ImageEncoder:
     """Open the encoder on `device`. A .pth file runs no code; the two other kinds are code, for you to trust."""
     if spec.hook is not None:
         encoder = _open_hook(spec.hook, spec.hook_folder, device)
@@ -154,7 +154,7 @@ def open_encoder(spec: EncoderSpec, device: torch.device) -> Encoder:
     return replace(encoder, mean=spec.mean or encoder.mean, std=spec.std or encoder.std)
 
 
-def _open_file(uri: str, device: torch.device) -> Encoder:
+def _open_file(uri: str, device: torch.device) -> ImageEncoder:
     data = read_file(uri)
     digest = xxhash.xxh3_128_hexdigest(data)
     kind = file_kind(data)
@@ -167,7 +167,7 @@ def _open_file(uri: str, device: torch.device) -> Encoder:
             network = torch.export.load(io.BytesIO(data)).module().to(device)
     except Exception as error:  # foreign files
         raise LattqeError(f"{uri}: cannot be opened as {kind} ({' '.join(str(error).split())[:300]})") from error
-    return Encoder(_one_tensor(network), device, kind, digest)
+    return ImageEncoder(_one_tensor(network), device, kind, digest)
 
 
 def file_kind(data: bytes) -> str:
@@ -182,21 +182,21 @@ def file_kind(data: bytes) -> str:
     return "checkpoint"
 
 
-def _open_checkpoint(data: bytes, uri: str, device: torch.device, digest: str) -> Encoder:
+def _open_checkpoint(data: bytes, uri: str, device: torch.device, digest: str) -> ImageEncoder:
     checkpoint = read_checkpoint(data, uri)
     network = checkpoint.build()
     power = 1.0 if checkpoint.whitening else float(network.pool.p.detach())
     fast = fold_batch_norm(network).to(device)
     fast.features.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's types lack it
     kind = f"{checkpoint.architecture} + GeM{' + whitening' if checkpoint.whitening else ''}"
-    return Encoder(fast, device, kind, digest, checkpoint.mean, checkpoint.std, power, checkpoint.post_whitening)
+    return ImageEncoder(fast, device, kind, digest, checkpoint.mean, checkpoint.std, power, checkpoint.post_whitening)
 
 
-def _open_model(spec: EncoderSpec, device: torch.device) -> Encoder:
+def _open_model(spec: EncoderSpec, device: torch.device) -> ImageEncoder:
     from lattqe.extraction.backbones import open_backbone
 
     opened, data = open_backbone(str(spec.model), spec.weights, spec.pool, device)
-    return Encoder(
+    return ImageEncoder(
         _one_tensor(opened.network),
         device,
         f"{spec.model}, pooling {opened.pool}",
@@ -227,7 +227,7 @@ def _look_in(folder: str | None) -> None:
         sys.path.append(folder)
 
 
-def _open_hook(name: str, folder: str | None, device: torch.device) -> Encoder:
+def _open_hook(name: str, folder: str | None, device: torch.device) -> ImageEncoder:
     module_name, _, function_name = name.partition(":")
     _look_in(folder)
     try:
@@ -241,7 +241,7 @@ def _open_hook(name: str, folder: str | None, device: torch.device) -> Encoder:
     if not callable(network):
         raise LattqeError(f"--encoder {name}: gave a {type(network).__name__}, which cannot be called: {EXPORT_HELP}")
     source = inspect.getsource(module).encode()
-    return Encoder(
+    return ImageEncoder(
         _one_tensor(network),
         device,
         "Python function",

@@ -90,7 +90,7 @@ class Framing:
 
 
 def read_image_file(place: Place, name: str, size: int = -1) -> bytes:
-    """The bytes of an image file; BadImage for what is no regular file, or too large to be an image."""
+    """The bytes of an image file; BadImage if it is not a regular file, or too large to be an image."""
     if isinstance(place, LocalPlace):
         _check_regular(place.file(name))
     size = size if size >= 0 else place.size(name)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lattqe.errors import LattqeError
-from lattqe.extraction.encoder import Encoder
+from lattqe.extraction.encoder import ImageEncoder
 from lattqe.extraction.image import BadImage, Framing, ImageEntry, ImageList, read_picture
 from lattqe.store import (
     Manifest,
@@ -64,7 +64,7 @@ class DescribedBlock:
 
 def read_pixels(place: Place, entry: ImageEntry, framing: Framing, pin: bool = False) -> Tensor:
     """Read and decode one image: (1, h, w, 3) uint8. Raises BadImage for whatever is wrong with the file."""
-    # Copied, for Pillow's pixels are read-only and torch wants to own what it sends.
+    # Copied, because Pillow's pixels are read-only and torch needs writable memory.
     pixels = torch.from_numpy(read_picture(place, entry, framing).copy()).unsqueeze(0)
     return pixels.pin_memory() if pin else pixels
 
@@ -78,7 +78,7 @@ class Describer:
 
     def __init__(
         self,
-        encoder: Encoder,
+        encoder: ImageEncoder,
         dim: int,
         place: Place,
         framing: Framing,

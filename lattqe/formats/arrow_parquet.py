@@ -14,8 +14,8 @@ from lattqe.errors import LattqeError
 from lattqe.formats.matrix import ID_NAMES, LABEL_NAMES, VECTOR_NAMES
 from lattqe.formats.reader import (
     Labels,
-    Options,
     Reader,
+    ReadOptions,
     RowBlock,
     as_ids,
     as_labels,
@@ -29,7 +29,7 @@ from lattqe.store.ipc import FILE_MAGIC, unpacked_bytes
 class BatchReader(Reader):
     """Chooses the columns and turns batches into blocks; a format gives schema, number of rows, and batches."""
 
-    def __init__(self, path: Path, schema: pa.Schema, rows: int, options: Options, kind: str) -> None:
+    def __init__(self, path: Path, schema: pa.Schema, rows: int, options: ReadOptions, kind: str) -> None:
         name = str(path)
         if options.transposed:
             raise LattqeError(f"{name}: a table has one image in each row; leave out --transposed")
@@ -217,7 +217,7 @@ def _text_bytes(column: pa.Array) -> int:
 
 
 def _lengths(column: pa.Array) -> np.ndarray:
-    """The bytes of each text (n,); 0 for what is no text."""
+    """The bytes of each text (n,); 0 for anything else."""
     kind = column.type
     if pa.types.is_string_view(kind):  # a length and three more numbers for each
         return np.frombuffer(column.buffers()[1], "<i4")[4 * column.offset :][: 4 * len(column) : 4].astype(np.int64)
@@ -229,7 +229,7 @@ def _lengths(column: pa.Array) -> np.ndarray:
 class ArrowReader(BatchReader):
     """One IPC file or stream, memory-mapped."""
 
-    def __init__(self, path: Path, options: Options) -> None:
+    def __init__(self, path: Path, options: ReadOptions) -> None:
         self._path = path
         with path.open("rb") as file:
             self._is_file = file.read(len(FILE_MAGIC)) == FILE_MAGIC
@@ -255,7 +255,7 @@ class ArrowReader(BatchReader):
             yield from reader
 
 
-def open_arrow(path: Path, options: Options) -> ArrowReader:
+def open_arrow(path: Path, options: ReadOptions) -> ArrowReader:
     """Open an Arrow file or stream."""
     return ArrowReader(path, options)
 
@@ -263,7 +263,7 @@ def open_arrow(path: Path, options: Options) -> ArrowReader:
 class ParquetReader(BatchReader):
     """One Parquet file."""
 
-    def __init__(self, path: Path, options: Options) -> None:
+    def __init__(self, path: Path, options: ReadOptions) -> None:
         # Mapped: a row group is read page by page, and a damaged page of a declared gigabyte is not allocated first.
         self._mapped = pa.memory_map(str(path)).read_buffer()
         self._file = pq.ParquetFile(pa.memory_map(str(path)), pre_buffer=False)
@@ -353,6 +353,6 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
     raise IndexError("a number of more than 64 bits")
 
 
-def open_parquet(path: Path, options: Options) -> ParquetReader:
+def open_parquet(path: Path, options: ReadOptions) -> ParquetReader:
     """Open a Parquet file."""
     return ParquetReader(path, options)

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from lattqe.errors import LattqeError
-from lattqe.formats.matrix import ID_NAMES, LABEL_NAMES, Described, MatrixReader, Transposed, in_file, open_named
-from lattqe.formats.reader import Options
+from lattqe.formats.matrix import ID_NAMES, LABEL_NAMES, DescribedArray, MatrixReader, Transposed, in_file, open_named
+from lattqe.formats.reader import ReadOptions
 
 REFERENCE = struct.Struct("<IQI")  # length in bytes, address of the collection, number of the object
 COLLECTION = struct.Struct("<4sB3xQ")  # signature, version, size
@@ -127,7 +127,7 @@ class StoredMatrix:
         return self.dataset[key]
 
 
-def open_hdf5(path: Path, options: Options) -> MatrixReader:
+def open_hdf5(path: Path, options: ReadOptions) -> MatrixReader:
     """Open a dataset with a row for each image; ids and labels are taken from datasets of these names."""
     given = (options.key, options.ids_key, options.labels_key)
     key, ids, labels = (name.strip("/") if name else None for name in given)
@@ -286,17 +286,17 @@ def _padded(position: int, length: int) -> int:
 
 def _in_place(path: Path, offset: int, variable: Variable) -> Any:
     if variable.kind or len(variable.shape) != 2:
-        return Described(variable.shape, variable.kind or variable.stored)
+        return DescribedArray(variable.shape, variable.kind or variable.stored)
     return Transposed(in_file(path, offset + variable.start, variable.shape[::-1], variable.stored))
 
 
 def _packed(path: Path, offset: int, size: int, unpacked: int, variable: Variable) -> Any:
     if variable.kind or len(variable.shape) != 2:
-        return Described(variable.shape, variable.kind or variable.stored)
+        return DescribedArray(variable.shape, variable.kind or variable.stored)
     return Packed(path, offset, size, unpacked, variable)
 
 
-def open_mat(path: Path, options: Options) -> MatrixReader:
+def open_mat(path: Path, options: ReadOptions) -> MatrixReader:
     """Open a variable whose columns are images (`--no-transposed`: whose rows are)."""
     contents = _contents_73(path) if is_hdf5(path) else read_variables(path)
     for name in {*LABEL_NAMES, options.ids_key, options.labels_key}:
@@ -307,7 +307,7 @@ def open_mat(path: Path, options: Options) -> MatrixReader:
 
 def _variable_values(array: Any) -> Any:
     """Read a matrix of one row or column; MATLAB keeps whole numbers as floating point unless told otherwise."""
-    if isinstance(array, Described) or len(array.shape) != 2:
+    if isinstance(array, DescribedArray) or len(array.shape) != 2:
         return array
     values = np.asarray(array[0 : array.shape[0], 0 : array.shape[1]]).ravel()
     whole = values.dtype.kind == "f" and (np.abs(values) < 2**53).all() and (values == np.rint(values)).all()

@@ -17,8 +17,8 @@ from lattqe.errors import LattqeError
 from lattqe.formats.pickle_file import load
 from lattqe.formats.reader import (
     Labels,
-    Options,
     Reader,
+    ReadOptions,
     RowBlock,
     as_ids,
     as_labels,
@@ -111,7 +111,7 @@ class Transposed:
 
 
 @dataclass(frozen=True)
-class Described:
+class DescribedArray:
     """An array of which only shape and element type are known: it is listed, and refused where values are needed."""
 
     shape: tuple[int, ...]
@@ -162,7 +162,7 @@ class MatrixReader(Reader):
 
 
 def open_named(
-    name: str, contents: Mapping[str, Any], options: Options, *, kind: str, columns_are_images: bool | None
+    name: str, contents: Mapping[str, Any], options: ReadOptions, *, kind: str, columns_are_images: bool | None
 ) -> MatrixReader:
     """Open the vectors among named arrays. `columns_are_images` is the format's rule; None: decided by the name."""
     chosen = choose(name, contents, options.key)
@@ -245,7 +245,7 @@ def _listing(contents: Mapping[str, Any], names: list[str] | None = None) -> str
     return ", ".join(shown) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
-def open_npy(path: Path, options: Options) -> MatrixReader:
+def open_npy(path: Path, options: ReadOptions) -> MatrixReader:
     """Open a matrix of vectors."""
     options.refuse_column_names(path, "holds one array")
     offset, shape, fortran, dtype = read_header(path)
@@ -309,7 +309,7 @@ class FvecsReader(Reader):
             yield RowBlock(as_vectors(piece[:, 1:]))
 
 
-def open_fvecs(path: Path, options: Options) -> Reader:
+def open_fvecs(path: Path, options: ReadOptions) -> Reader:
     """Open a .fvecs file; it can only be read row by row."""
     options.refuse_column_names(path, "holds one matrix")
     if options.transposed:
@@ -317,7 +317,7 @@ def open_fvecs(path: Path, options: Options) -> Reader:
     return FvecsReader(path)
 
 
-def open_pickle(path: Path, options: Options) -> MatrixReader:
+def open_pickle(path: Path, options: ReadOptions) -> MatrixReader:
     """Open the vectors of a pickle.
 
     Which side are the images: `--transposed` or `--no-transposed` if given; otherwise columns for the names vecs,
@@ -326,7 +326,7 @@ def open_pickle(path: Path, options: Options) -> MatrixReader:
     return open_contents(path, load(path), options, "pickle")
 
 
-def open_contents(path: Path, value: Any, options: Options, kind: str) -> MatrixReader:
+def open_contents(path: Path, value: Any, options: ReadOptions, kind: str) -> MatrixReader:
     """Open the vectors of a pickle's value: an array, a dict of arrays, a dict from image to vector."""
     if hasattr(value, "shape"):
         value = {"": value}
@@ -345,7 +345,7 @@ def _is_image_to_vector(value: dict[Any, Any]) -> bool:
     return bool(value) and arrays and len(shapes) == 1
 
 
-def _rows_by_name(path: Path, value: dict[Any, Any], options: Options, kind: str) -> MatrixReader:
+def _rows_by_name(path: Path, value: dict[Any, Any], options: ReadOptions, kind: str) -> MatrixReader:
     options.refuse_column_names(path, "maps each image to its vector")
     if options.transposed:
         raise LattqeError(f"{path} maps each image to its vector; leave out --transposed")

@@ -327,7 +327,7 @@ def _build(machine: Machine) -> None:
         array: np.ndarray = target.build(state)
         machine.stack[-1] = array
         machine.memo.update(dict.fromkeys(target.memo, array))
-    elif not isinstance(target, OrderedDict):  # a state_dict of torch carries `_metadata`, which is no data of ours
+    elif not isinstance(target, OrderedDict):  # a state_dict of torch carries `_metadata`, which is not data
         raise Malformed(f"it sets attributes of a {type(target).__name__}")
 
 

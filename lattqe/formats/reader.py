@@ -40,7 +40,7 @@ class RowBlock:
 
 
 @dataclass(frozen=True)
-class Options:
+class ReadOptions:
     """What the user may say about a file: which array is what, and whether columns (True) or rows are images."""
 
     key: str | None = None
@@ -162,7 +162,7 @@ def as_vectors(array: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Format:
+class FileFormat:
     """A foreign format: its file endings, and the module and function that open it (loaded when first needed)."""
 
     endings: tuple[str, ...]
@@ -171,33 +171,33 @@ class Format:
 
 
 FORMATS = (
-    Format((".npy",), "matrix", "open_npy"),
-    Format((".mat",), "hdf5_mat", "open_mat"),
-    Format((".pkl", ".pickle"), "matrix", "open_pickle"),
-    Format((".fvecs",), "matrix", "open_fvecs"),
-    Format((".h5", ".hdf5"), "hdf5_mat", "open_hdf5"),
-    Format((".parquet",), "arrow_parquet", "open_parquet"),
-    Format((".arrow",), "arrow_parquet", "open_arrow"),
-    Format((".pt", ".pth"), "tensors", "open_torch"),
-    Format((".safetensors",), "tensors", "open_safetensors"),
+    FileFormat((".npy",), "matrix", "open_npy"),
+    FileFormat((".mat",), "hdf5_mat", "open_mat"),
+    FileFormat((".pkl", ".pickle"), "matrix", "open_pickle"),
+    FileFormat((".fvecs",), "matrix", "open_fvecs"),
+    FileFormat((".h5", ".hdf5"), "hdf5_mat", "open_hdf5"),
+    FileFormat((".parquet",), "arrow_parquet", "open_parquet"),
+    FileFormat((".arrow",), "arrow_parquet", "open_arrow"),
+    FileFormat((".pt", ".pth"), "tensors", "open_torch"),
+    FileFormat((".safetensors",), "tensors", "open_safetensors"),
 )
 ENDINGS = tuple(ending for format in FORMATS for ending in format.endings)
 
 
-def open_reader(path: str | Path, options: Options | None = None) -> Reader:
+def open_reader(path: str | Path, options: ReadOptions | None = None) -> Reader:
     """Open one foreign file by its ending."""
     path = Path(path)
     format = find_format(str(path))
     check_file(path)
     opener = getattr(importlib.import_module(f"lattqe.formats.{format.module}"), format.function)
-    options = options or Options()
+    options = options or ReadOptions()
     with decoding(path, format.endings[0]):
         reader = cast(Reader, opener(path, options))
     options.check_expansion(path, reader.rows * reader.dim * 4, f"{reader.rows:,} × {reader.dim} numbers")
     return reader
 
 
-def find_format(name: str) -> Format:
+def find_format(name: str) -> FileFormat:
     """Return the format of a file name; refuse unknown endings."""
     if Path(name).is_dir():
         raise LattqeError(f"{name} is a directory: give the files in it, such as {name.rstrip('/')}/*.arrow")

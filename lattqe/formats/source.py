@@ -13,8 +13,8 @@ from lattqe.errors import LattqeError
 from lattqe.formats.matrix import read_array
 from lattqe.formats.reader import (
     Labels,
-    Options,
     Reader,
+    ReadOptions,
     RowBlock,
     check_count,
     check_file,
@@ -232,7 +232,7 @@ def open_source(
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
     if not paths:
         raise LattqeError("there is nothing to import: give at least one file")
-    readers = [open_reader(path, Options(key, transposed, allow_expansion, ids_key, labels_key)) for path in paths]
+    readers = [open_reader(path, ReadOptions(key, transposed, allow_expansion, ids_key, labels_key)) for path in paths]
     _check_dims(readers)
     total = sum(reader.rows for reader in readers)
     dim = readers[0].dim

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from lattqe.errors import LattqeError
-from lattqe.formats.matrix import BFLOAT16, Described, MatrixReader, Transposed, in_file, open_contents, open_named
+from lattqe.formats.matrix import BFLOAT16, DescribedArray, MatrixReader, Transposed, in_file, open_contents, open_named
 from lattqe.formats.pickle_file import loads, loads_first
 from lattqe.formats.pickle_names import MEANINGS, Malformed, Name
-from lattqe.formats.reader import Options
+from lattqe.formats.reader import ReadOptions
 
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature; lengths of the name and of the extra field
 STORAGES: dict[Name, Any] = {
@@ -50,7 +50,7 @@ class Storage:
     count: int
 
 
-def open_torch(path: Path, options: Options) -> MatrixReader:
+def open_torch(path: Path, options: ReadOptions) -> MatrixReader:
     """Open a saved tensor, or one of a saved dict of tensors; rows are images unless `--transposed`."""
     if not zipfile.is_zipfile(path):
         raise LattqeError(f"{path} is not a file of torch 1.6 or newer: load it and torch.save it again")
@@ -120,7 +120,7 @@ class TorchFile:
             return Transposed(in_file(self.path, offset, shape[::-1], storage.stored, strides[1]))
         if len(shape) == 1 and strides[0] == 1 and storage.stored != BFLOAT16:
             return np.fromfile(self.path, storage.stored, shape[0], offset=offset)
-        return Described(shape, np.dtype(np.float32) if storage.stored == BFLOAT16 else storage.stored)
+        return DescribedArray(shape, np.dtype(np.float32) if storage.stored == BFLOAT16 else storage.stored)
 
 
 def load_torch(data: bytes, name: str, make: Callable[[np.ndarray], Any]) -> Any:
@@ -260,7 +260,7 @@ def _not_callable(*_arguments: Any) -> Any:
     raise Malformed("it calls a torch storage, which may only be mentioned")
 
 
-def open_safetensors(path: Path, options: Options) -> MatrixReader:
+def open_safetensors(path: Path, options: ReadOptions) -> MatrixReader:
     """Open a tensor with a row for each image."""
     return open_named(str(path), _tensors(path), options, kind=".safetensors", columns_are_images=False)
 
@@ -279,7 +279,7 @@ def _tensors(path: Path) -> dict[str, Any]:
 def _tensor(path: Path, name: str, start: int, entry: dict[str, Any]) -> Any:
     stored, shape, (begin, end) = DTYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
     if stored is None:
-        return Described(tuple(shape), entry["dtype"])
+        return DescribedArray(tuple(shape), entry["dtype"])
     if not all(type(side) is int and side >= 0 for side in (*shape, begin, end)):
         raise LattqeError(f"{path} is damaged: {name} has the shape {shape}")
     itemsize = 2 if stored == BFLOAT16 else stored.itemsize
@@ -290,4 +290,4 @@ def _tensor(path: Path, name: str, start: int, entry: dict[str, Any]) -> Any:
         return in_file(path, start + begin, shape, stored)
     if len(shape) == 1 and stored != BFLOAT16:
         return np.fromfile(path, stored, count, offset=start + begin)
-    return Described(tuple(shape), np.dtype(np.float32) if stored == BFLOAT16 else stored)
+    return DescribedArray(tuple(shape), np.dtype(np.float32) if stored == BFLOAT16 else stored)

@@ -12,13 +12,16 @@ relevant and irrelevant neighbors have in common.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from lattqe.errors import LattqeError
-from lattqe.model.config import LAttQEConfig
+
+if TYPE_CHECKING:
+    from lattqe.model.network import LAttQEConfig
 
 POSITION_SCALE = {"zeros": 0.0, "small": 0.02, "normal": 1.0}
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu": F.relu, "gelu": F.gelu}
@@ -29,7 +32,7 @@ HEAD_OF_LIST = 8  # neighbors that are mostly right: likeness to them is the bes
 
 
 @dataclass(frozen=True)
-class Inputs:
+class EncoderInputs:
     """What the encoders read: tokens (n, t, W), valid (n, t) bool, relations.
 
     relations: None, or the cosines (n, t, t) of the items' vectors, or these and the cosines after taking the
@@ -44,7 +47,7 @@ class Inputs:
 class Tokens(nn.Module):
     """token_i = content(d_i) + context(rank i, similarity of d_i to the query); each term is optional."""
 
-    def __init__(self, config: LAttQEConfig) -> None:
+    def __init__(self, config: "LAttQEConfig") -> None:
         super().__init__()
         self.config = config
         width = config.token_width
@@ -55,10 +58,10 @@ class Tokens(nn.Module):
         if self.positions is not None:
             nn.init.normal_(self.positions, std=POSITION_SCALE[config.positional_start])
 
-    def forward(self, items: torch.Tensor, valid: torch.Tensor) -> Inputs:
+    def forward(self, items: torch.Tensor, valid: torch.Tensor) -> EncoderInputs:
         """Items (n, t, D) with row 0 the query and valid (n, t) bool, to what the encoders read."""
         tokens = self.content(items) + self.context(items)
-        return Inputs(tokens.expand(*items.shape[:2], -1), valid, self.relations(items))
+        return EncoderInputs(tokens.expand(*items.shape[:2], -1), valid, self.relations(items))
 
     def content(self, items: torch.Tensor) -> torch.Tensor:
         """What an item brings by itself (..., W), whatever list it is in; (W,) zeros for position only."""
@@ -88,7 +91,7 @@ class Encoder(nn.Module):
     Without attention only the second half remains: items no longer see each other.
     """
 
-    def __init__(self, config: LAttQEConfig) -> None:
+    def __init__(self, config: "LAttQEConfig") -> None:
         super().__init__()
         width = config.token_width
         self.heads = config.heads
@@ -148,7 +151,7 @@ class Encoder(nn.Module):
         return self.down(self.dropout(self.activation(self.up(x))))
 
 
-def _relation_start(config: LAttQEConfig) -> torch.Tensor:
+def _relation_start(config: "LAttQEConfig") -> torch.Tensor:
     """Factors of the similarities: (heads,) zeros; relational (2, heads), half of the heads for each kind.
 
     Similarities differ by tenths within a list: factors of this size let a head see its nearest few.
@@ -168,13 +171,13 @@ def _evenly(first: float, last: float, count: int) -> list[float]:
 class Stack(nn.Module):
     """The encoders in turn, each initialised on its own (`nn.TransformerEncoder` would start with equal copies)."""
 
-    def __init__(self, config: LAttQEConfig) -> None:
+    def __init__(self, config: "LAttQEConfig") -> None:
         super().__init__()
         self.encoders = nn.ModuleList(Encoder(config) for _ in range(config.layers))
         # A pre-LN stack ends on a sum that nothing has normalised.
         self.final = nn.LayerNorm(config.token_width) if config.norm == "pre" else nn.Identity()
 
-    def forward(self, inputs: Inputs) -> torch.Tensor:
+    def forward(self, inputs: EncoderInputs) -> torch.Tensor:
         """Transformed tokens (n, t, W)."""
         x = inputs.tokens
         for encoder in self.encoders:
@@ -200,7 +203,7 @@ class Output:
 class Head(nn.Module):
     """w_i = cos(q̃, d̃_i), or its learned power; for database rows softmax(w / T) with a learned temperature."""
 
-    def __init__(self, config: LAttQEConfig) -> None:
+    def __init__(self, config: "LAttQEConfig") -> None:
         super().__init__()
         self.clamp, self.direct = config.clamp_negative, config.direct
         # Logarithms, so that whatever the optimiser does, powers and temperatures stay above zero.
@@ -226,7 +229,7 @@ class Head(nn.Module):
         return Output(self.finish(weights, valid, dba), self.classify(transformed, cosine), cosine, transformed)
 
     def finish(self, weights: torch.Tensor, valid: torch.Tensor, dba: bool) -> torch.Tensor:
-        """Weights (n, t) without padding, clamped where that is wanted; `dba`: the tempered softmax of them."""
+        """Weights (n, t) without padding, clamped if configured; `dba`: the tempered softmax of them."""
         if self.direct:  # each counts as one
             return valid.to(weights.dtype)
         if self.clamp:
@@ -323,9 +326,9 @@ def relate(items: torch.Tensor, valid: torch.Tensor, background: torch.Tensor, r
 
 
 class RelationalTokens(nn.Module):
-    """token_i = mlp(relations of d_i), and content(d_i) where that is wanted too."""
+    """token_i = mlp(relations of d_i), and content(d_i) if configured."""
 
-    def __init__(self, config: LAttQEConfig) -> None:
+    def __init__(self, config: "LAttQEConfig") -> None:
         super().__init__()
         width = config.token_width
         self.mlp = nn.Sequential(nn.Linear(FEATURES, width), nn.GELU(), nn.Linear(width, width))
@@ -349,7 +352,7 @@ class SignedHead(Head):
     list; x̂ = norm(norm(Σ w_i d_i) - β b) with β = 0.6 + 0.5 c·x_b for the background b.
     """
 
-    def __init__(self, config: LAttQEConfig) -> None:
+    def __init__(self, config: "LAttQEConfig") -> None:
         super().__init__(config)
         self.weight = nn.Linear(config.token_width, 1)
         self.beta = nn.Linear(config.token_width, 1) if config.background else None

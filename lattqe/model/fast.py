@@ -21,10 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lattqe.errors import LattqeError
-from lattqe.model.config import LAttQEConfig
 from lattqe.model.encoder import Encoder
 from lattqe.model.gated import WholeList
-from lattqe.model.network import LAttQE
+from lattqe.model.network import LAttQE, LAttQEConfig
 
 # Activations use 7 bits: CPUs without VNNI add pairs of products in 16 bits, and 2 × 127 × 127 is what fits there.
 LEVELS = 63

@@ -8,14 +8,16 @@ their own and a self-loop, learned through hops over the whole graph: a row with
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lattqe.model.config import LAttQEConfig
-from lattqe.model.encoder import Inputs, Output, Stack
+from lattqe.model.encoder import EncoderInputs, Output, Stack
+
+if TYPE_CHECKING:
+    from lattqe.model.network import LAttQEConfig
 
 CURVE = (1, 2, 4, 8, 16, 32, 64, 128)  # ranks at which the whole list's similarities are read
 FEATURES = 24 + len(CURVE)
@@ -144,7 +146,7 @@ class Gates(nn.Module):
 class GatedHead(nn.Module):
     """Weights of queries' and of rows' lists from the same tokens, the background's share, self-loops, and hops' α."""
 
-    def __init__(self, config: LAttQEConfig) -> None:
+    def __init__(self, config: "LAttQEConfig") -> None:
         super().__init__()
         width = config.token_width
         self.queries, self.rows = Gates(width), Gates(width)
@@ -177,14 +179,14 @@ class GatedHead(nn.Module):
 class GatedTokens(nn.Module):
     """token_i = mlp(what the list says of item i)."""
 
-    def __init__(self, config: LAttQEConfig) -> None:
+    def __init__(self, config: "LAttQEConfig") -> None:
         super().__init__()
         width = config.token_width
         self.mlp = nn.Sequential(nn.Linear(FEATURES, width), nn.GELU(), nn.Linear(width, width))
 
     def forward(self, reading: Reading, stack: Stack) -> torch.Tensor:
         """Transformed tokens (n, t + 1, W)."""
-        return stack(Inputs(self.mlp(reading.features), reading.valid, reading.relations))
+        return stack(EncoderInputs(self.mlp(reading.features), reading.valid, reading.relations))
 
 
 def _zero_linear(width: int) -> nn.Linear:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from lattqe.augmentation import adaptation_for
+from lattqe.augmentation.recipe import adaptation_for
 from lattqe.errors import LattqeError
 from lattqe.evaluation.analysis import JudgedRanks
 from lattqe.evaluation.truth import GroundTruth, Setup

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from lattqe.benchmark.cells import Inputs
+from lattqe.benchmark.cells import OpenedDataset
 from lattqe.benchmark.spec import Dataset, describe_setting, is_learned
 from lattqe.evaluation.truth import Setup
 from lattqe.expansion import create
@@ -230,7 +230,7 @@ def make_examples(results: Mapping[str, Any], datasets: Sequence[Dataset], image
     for dataset in datasets:
         mine = [each for each in (*gains, *losses) if each.dataset == dataset.name]
         if mine:
-            cards |= _cards(Inputs.open(dataset), mine, method, k, thumbnails)
+            cards |= _cards(OpenedDataset.open(dataset), mine, method, k, thumbnails)
     groups = tuple(
         (title, tuple((each.dataset, cards[each]) for each in found))
         for title, found in (("Largest gains", gains), ("Largest losses", losses))
@@ -240,7 +240,7 @@ def make_examples(results: Mapping[str, Any], datasets: Sequence[Dataset], image
 
 
 def _cards(
-    inputs: Inputs, found: Sequence[Extreme], method: Any, k: int, thumbnails: Thumbnails
+    inputs: OpenedDataset, found: Sequence[Extreme], method: Any, k: int, thumbnails: Thumbnails
 ) -> dict[Extreme, Card]:
     place = {name: number for number, name in enumerate(inputs.queries.ids())}
     numbers = np.array([place[each.id] for each in found])
@@ -272,7 +272,7 @@ def _cards(
 
 
 def _tiles(
-    inputs: Inputs,
+    inputs: OpenedDataset,
     query: int,
     rows: np.ndarray,
     scores: np.ndarray,

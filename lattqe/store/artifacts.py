@@ -56,8 +56,7 @@ class NeighborGraph(StoredRows):
     def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(I, D) of a row list (n,) in its order, repeats allowed."""
         rows = self.parts.check_rows(rows)
-        I = np.empty((len(rows), self.k), np.int32)
-        D = np.empty((len(rows), self.k), np.float32)
+        I, D = np.empty((len(rows), self.k), np.int32), np.empty((len(rows), self.k), np.float32)
         for batch, places, within in self.parts.groups(rows):
             neighbors, scores = _lists(batch)
             I[places], D[places] = neighbors[within], scores[within]
@@ -113,7 +112,7 @@ class Edges(StoredRows):
         return weights, numbers
 
     def _check(self, batch: pa.RecordBatch, first: int, where: str) -> None:
-        """Refuse edges that lead out of the feature set or back to the row itself, and weights that are no numbers."""
+        """Refuse edges that lead out of the feature set or back to the row itself, and weights that are not numbers."""
         neighbors, weights = column_matrix(batch.column("neighbors")), column_matrix(batch.column("weights"))
         for fault, wrong in impossible_lists(neighbors, weights, self.rows, first):
             rows = np.flatnonzero(wrong)
@@ -271,7 +270,7 @@ def _pretty(value: Mapping[str, Any], what: str) -> bytes:
     return json.dumps(plain_json(dict(value), what), indent=1, sort_keys=True).encode() + b"\n"
 
 
-Report = Callable[[int], None]
+OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -300,7 +299,7 @@ def check_input_kind(uri: str, kind: str) -> Manifest:
     return read_manifest(open_place(uri), kind)
 
 
-def verify_artifact(uri: str, report: Report = lambda rows: None) -> Manifest:
+def verify_artifact(uri: str, report: OnBytes = lambda rows: None) -> Manifest:
     """Check a stored artifact of any kind; `report` hears how many more bytes are done."""
     artifact = open_artifact(uri)
     if isinstance(artifact, FeatureSet):
@@ -314,13 +313,13 @@ def verify_artifact(uri: str, report: Report = lambda rows: None) -> Manifest:
             load_part(artifact.place, part)
             report(part.bytes)
         if artifact.manifest.kind == "model":
-            from lattqe.model_check import check_model  # which imports this module, and perhaps torch
+            from lattqe.model.network import check_model  # which imports this module, and torch
 
             check_model(uri)
     return artifact.manifest
 
 
-def verify_features(features: FeatureSet, report: Report = lambda rows: None) -> None:
+def verify_features(features: FeatureSet, report: OnBytes = lambda rows: None) -> None:
     """Unit norms, finite, ids unique and not empty."""
     register, tolerance = IdRegister(), NORM_TOLERANCE[features.dtype]
     for where, first, batch in _batches(features, report):
@@ -352,7 +351,7 @@ def verify_features(features: FeatureSet, report: Report = lambda rows: None) ->
         )
 
 
-def verify_lists(lists: NeighborGraph, report: Report = lambda rows: None) -> None:
+def verify_lists(lists: NeighborGraph, report: OnBytes = lambda rows: None) -> None:
     """Rows in range, padding at the end, scores finite and sorted, no row twice, in a graph no row beside itself."""
     limit = lists.database_rows
     for where, first, batch in _batches(lists, report):
@@ -368,7 +367,7 @@ def verify_lists(lists: NeighborGraph, report: Report = lambda rows: None) -> No
                     raise CorruptDataError(f"{where}: row {first + start + rows[0]} {what}")
 
 
-def verify_edges(edges: Edges, report: Report = lambda rows: None) -> None:
+def verify_edges(edges: Edges, report: OnBytes = lambda rows: None) -> None:
     """Rows in range, none beside itself, weights finite and 0 in padding."""
     for where, first, batch in _batches(edges, report):
         neighbors, weights = column_matrix(batch.column("neighbors")), column_matrix(batch.column("weights"))
@@ -388,7 +387,7 @@ def _list_faults(I: np.ndarray, D: np.ndarray, limit: int | None, own: int | Non
     yield "names a neighbor twice", ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != -1)).any(axis=1)
 
 
-def _batches(artifact: StoredRows, report: Report) -> Iterator[tuple[str, int, pa.RecordBatch]]:
+def _batches(artifact: StoredRows, report: OnBytes) -> Iterator[tuple[str, int, pa.RecordBatch]]:
     """(address of the part, its first row, its rows), with the Arrow structure checked in full."""
     slices = artifact.parts.slices(0, artifact.rows, keep=False)
     for part, (first, batch) in zip(artifact.manifest.parts, slices):

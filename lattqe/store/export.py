@@ -56,7 +56,7 @@ def export_features(features: FeatureSet, to: str, factory: str | None = None) -
     if suffix in INDEXES:
 
         def write(file: BinaryIO) -> None:
-            _write_index(build_index(features, factory or "Flat"), file)
+            _write_index(build_faiss_index(features, factory or "Flat"), file)
     else:
 
         def write(file: BinaryIO) -> None:
@@ -194,7 +194,7 @@ def _write(place: Place, name: str, write: Writer) -> None:
 def _split(to: str) -> tuple[Place, str]:
     """The folder and the name of a file's address."""
     folder, slash, name = to.rpartition("/")
-    if not name or folder.endswith(":/"):  # s3://bucket is no file
+    if not name or folder.endswith(":/"):  # s3://bucket is not a file
         raise LattqeError(f"cannot export to {to!r}: give the name of a file")
     return open_place(folder or ("/" if slash else ".")), name
 
@@ -254,7 +254,7 @@ def _write_fvecs(features: FeatureSet, file: BinaryIO) -> None:
         file.write(rows.data.cast("B"))
 
 
-def build_index(features: FeatureSet, factory: str) -> Any:
+def build_faiss_index(features: FeatureSet, factory: str) -> Any:
     """A faiss index by inner product over all rows, trained on a sample that depends on the number of rows alone."""
     import faiss
 

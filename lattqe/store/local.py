@@ -65,7 +65,7 @@ class LocalPlace(Place):
         return LocalPlace(self.path / check_name(name))
 
     def file(self, name: str) -> Path:
-        """Where the file `name` is, for libraries that want a path."""
+        """Where the file `name` is, for libraries that need a path."""
         return self.path / check_name(name)
 
     def sizes(self) -> dict[str, int]:

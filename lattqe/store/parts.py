@@ -120,7 +120,7 @@ def _as_labels(labels: np.ndarray) -> np.ndarray:
 
 
 def string_column(texts: Sequence[str] | pa.Array | pa.ChunkedArray) -> pa.Array:
-    """Texts as one Arrow column; LattqeError where something is no text."""
+    """Texts as one Arrow column; LattqeError if any value is not text."""
     try:
         return _as_column(
             texts.cast(pa.string()) if isinstance(texts, pa.Array | pa.ChunkedArray) else pa.array(texts, pa.string())

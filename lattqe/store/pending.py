@@ -122,7 +122,7 @@ def read_plan(place: Place) -> dict[str, Any] | None:
 
 
 def refuse_other(place: Place, there: dict[str, Any], plan: dict[str, Any], what: str) -> None:
-    """AlreadyExistsError with the first difference, where what is `there` is not what the plan wants."""
+    """AlreadyExistsError with the first difference, where what is `there` differs from the plan."""
     first, last = ("kind", "config.job"), ("fields.columns", "part_rows", "code_")  # last: what follows from the others
     found = sorted(differences(plan, there), key=lambda line: (not line.startswith(first), line.startswith(last)))
     if found:
@@ -175,7 +175,7 @@ def clean_up(place: Place) -> None:
         list(pool.map(place.delete, [name for name in leftovers if name != PLAN]))
     if PLAN in leftovers:
         place.delete(PLAN)
-    with suppress(LattqeError):  # tidiness is no reason to fail, and may not be permitted
+    with suppress(LattqeError):  # failing to tidy up, perhaps for lack of permission, is not an error
         place.sweep()
 
 

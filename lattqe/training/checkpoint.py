@@ -234,7 +234,7 @@ class Team:
         return DistributedDataParallel(network, device_ids=devices, gradient_as_bucket_view=True)
 
     def share(self, count: int, unit: int = 1) -> slice:
-        """Return this worker's part of `count` things that come in whole units."""
+        """Return this worker's part of `count` indivisible units."""
         units = -(-count // unit)
         start, stop = (units * rank // self.size * unit for rank in (self.rank, self.rank + 1))
         return slice(min(start, count), min(stop, count))

@@ -1,10 +1,16 @@
-"""How a network is trained: one frozen dataclass whose defaults are the paper's, and changes to it by name."""
+"""How a network is trained: one frozen dataclass whose defaults are the paper's, and changes to it by name.
+
+`presets.toml` has the named configurations; variants take one part of one away, for tables such as the paper's Table 2.
+"""
 
 import dataclasses
+import math
+import tomllib
 import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lattqe.errors import LattqeError
@@ -22,7 +28,7 @@ CHOICES = {
 
 
 def loss(weight: float) -> Any:
-    """The field of a loss: its name is that of the loss, which `lattqe.training.losses` computes; 0 leaves it out."""
+    """The field of a loss: its name is that of the loss, which `lattqe.training.stage` computes; 0 leaves it out."""
     return field(default=weight, metadata={"loss": True})
 
 
@@ -39,7 +45,7 @@ class TrainingConfig:
 
     # Sampling
     sampler: str = "tuples"  # the paper's; "worlds": each batch meets a random part of the classes and images
-    k_min: int = 32  # the paper's range of neighbors, drawn anew for each batch
+    k_min: int = 32  # the paper's range of neighbors, drawn again for each batch
     k_max: int = 64
     k_draw: str = "uniform"  # "log": small numbers as often as large ones
     drop_max: float = 0.6  # a query's neighbors are dropped with a probability from U(0, this); the paper's
@@ -48,7 +54,7 @@ class TrainingConfig:
     pairs: str = "labels"  # tuples: "published": queries and positives of the data set's own pairs, where it has some
     distinct_negatives: bool = False  # at most one hard negative of each class, as in the paper's code base
     pool: int = 20_000  # tuples: rows that negatives come from, the paper's
-    pool_steps: int = 2_000  # tuples: updates after which the pool is drawn anew, the paper's
+    pool_steps: int = 2_000  # tuples: updates after which the pool is drawn again, the paper's
     world_classes: float = 0.2  # worlds: smallest share of a set's classes that are present
     world_images: float = 0.3  # worlds: smallest share of those classes' images that are present
     world_rows: int = 3_000  # worlds: largest number of images; more cost time and teach the same
@@ -258,3 +264,83 @@ def _parse(text: str, kind: Any, setting: str) -> Any:
         raise LattqeError(
             f"--set {setting!r}: {text!r} is not a valid {getattr(kind, '__name__', 'list of numbers')}"
         ) from error
+
+
+COSINE_FLOOR = 0.02  # of the full rate, where the cosine ends
+TEMPERATURE_FLOOR = 0.05  # of the temperature's rate, where its straight line ends
+
+
+def temperature_rate(config: TrainingConfig, step: int) -> float:
+    """The rate of the second stage's update number `step`, counted from the beginning of the first."""
+    done = (step - config.steps) / config.temperature_steps
+    return config.temperature_rate * max(TEMPERATURE_FLOOR, 1 - done)
+
+
+def learning_rate(config: TrainingConfig, step: int) -> float:
+    """The rate of update number `step`, from 0."""
+    rise = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
+    if config.schedule == "cosine":
+        fall = COSINE_FLOOR + (1 - COSINE_FLOOR) * (1 + math.cos(math.pi * step / config.steps)) / 2
+    else:
+        fall = config.decay ** (step // config.epoch_steps)
+    return config.learning_rate * rise * fall
+
+
+_STORED = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+PRESETS: dict[str, dict[str, Any]] = {
+    name: {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+    for name, settings in _STORED.items()
+}
+
+
+def preset(name: str, dim: int, settings: list[str] | None = None) -> TrainingConfig:
+    """A preset for vectors of `dim` columns, with `key=value` and `network.key=value` changes applied."""
+    if name not in PRESETS:
+        raise LattqeError(f"unknown preset {name!r}: use one of {', '.join(PRESETS)}")
+    values = changed(PRESETS[name], settings or [])
+    return TrainingConfig(**{**values, "network": LAttQEConfig(**{**values["network"], "dim": dim})})
+
+
+# Table 2 of the paper, rows (ii) to (vi), and what its text calls weak.
+TABLE_2: dict[str, list[str]] = {
+    "full": [],
+    "no-attention": ["network.attention=false"],
+    "no-position": ["network.positional=false"],
+    "no-visual": ["network.visual=false", "network.positional_start=small"],
+    "no-auxiliary": ["network.auxiliary=none", "auxiliary=0"],
+    "direct": ["network.direct=true", "temperature_steps=0"],
+}
+
+# The same questions for the relational network, and what else it is made of.
+RELATIONAL: dict[str, list[str]] = {
+    "full": [],
+    "no-attention": ["network.attention=false", "network.relation_bias=false"],
+    "no-position": ["network.positional=false"],
+    "no-relations": ["network.relation_bias=false"],
+    "no-background": ["network.background=0"],
+    "positive-weights": ["network.clamp_negative=true"],
+    "with-content": ["network.visual=true", "network.content_dropout=0.3"],
+    "with-auxiliary": ["network.auxiliary=cosine", "auxiliary=0.1"],
+    "contrastive": ["smooth_ap=0", "contrastive=1", "positives=1"],
+    "listwise": ["smooth_ap=0", "pull=1", "listwise=0.3"],
+    "no-worlds": ["world_classes=1", "world_images=1"],
+}
+
+
+# A gated network cannot do without relations and background; what it learns from can be taken away.
+GATED: dict[str, list[str]] = {
+    "full": [],
+    "no-attention": ["network.attention=false"],
+    "no-auxiliary": ["network.auxiliary=none", "auxiliary=0"],
+    "contrastive": RELATIONAL["contrastive"],
+    "listwise": RELATIONAL["listwise"],
+    "no-hops": ["hop_every=0"],
+    "no-altered-spaces": ["altered=0"],
+}
+
+
+def variants(config: TrainingConfig) -> dict[str, list[str]]:
+    """The variants that make sense for a configuration: name -> changes, as `--set` takes them."""
+    if config.network.gated:
+        return GATED
+    return RELATIONAL if config.network.relational else TABLE_2

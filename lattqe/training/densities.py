@@ -47,7 +47,7 @@ class Pool(NamedTuple):
 
 
 @dataclass(frozen=True)
-class World:
+class DensityWorld:
     """vectors (m, D) float32 of unit length, labels (m,) 0..classes-1, which classes (classes,) are asked for."""
 
     vectors: NDArray[np.float32]
@@ -107,7 +107,7 @@ class DensitySampler:
             np.mean([self.spreads[s][:width] for s in chosen], axis=0),
         )
 
-    def world(self, rng: np.random.Generator, most: int, ordinary: bool) -> World:
+    def world(self, rng: np.random.Generator, most: int, ordinary: bool) -> DensityWorld:
         """Some rows of a pool, at most `most` of them; ordinary: in a space that is not altered, and no clusters."""
         alike = self.config.alike > 0 and bool(rng.random() < self.config.alike)
         pool = self.pool(rng, 0.0 if ordinary else self.config.clusters, joined=alike)
@@ -124,7 +124,7 @@ class DensitySampler:
         present, labels = np.unique(inverse[kept], return_inverse=True)
         often = 0.0 if ordinary else self.config.altered
         vectors = _altered(rng, pool.vectors[order[kept]].astype(np.float32), pool.spread, often)
-        return World(_adapted(rng, vectors, self.config.adapted), labels, asked[present])
+        return DensityWorld(_adapted(rng, vectors, self.config.adapted), labels, asked[present])
 
     def batch(self, step: int, part: slice) -> Batch:
         """The queries `part` of this step; every worker draws and searches for all, so that all agree on near ties."""
@@ -139,7 +139,7 @@ class DensitySampler:
         queries = _queries(rng, world, config.batch)
         return self._through_hops(rng, world, queries, part) if hops else self._search(rng, world, queries, part)
 
-    def _search(self, rng: np.random.Generator, world: World, queries: NDArray[np.int64], part: slice) -> Batch:
+    def _search(self, rng: np.random.Generator, world: DensityWorld, queries: NDArray[np.int64], part: slice) -> Batch:
         """Queries that search the world they are part of, leaving themselves out."""
         config, rows = self.config, len(world.labels)
         k, depth = (min(wanted, rows - 1) for wanted in (draw_k(config, rng), config.network.background))
@@ -164,7 +164,9 @@ class DensitySampler:
             positive_rows=torch.from_numpy(positive),
         )
 
-    def _through_hops(self, rng: np.random.Generator, world: World, queries: NDArray[np.int64], part: slice) -> Batch:
+    def _through_hops(
+        self, rng: np.random.Generator, world: DensityWorld, queries: NDArray[np.int64], part: slice
+    ) -> Batch:
         """Queries that are taken out of the world, which is augmented before they search it."""
         config = self.config
         members = Members(world.labels)
@@ -219,7 +221,7 @@ def _clusters(rng: np.random.Generator) -> Pool:
     dimensions = float((within**2).sum() ** 2 / (within**4).sum())
     stands_out = np.exp(rng.uniform(np.log(1.5), np.log(10)))
     noise = np.sqrt(max(0.15, np.sqrt(dimensions) / stands_out - 1))
-    vectors = unit_rows(centres[labels] + noise * draw(len(labels), within))
+    vectors = scaled_rows(centres[labels] + noise * draw(len(labels), within))
     return Pool(vectors, labels, np.zeros(len(labels), np.int64), vectors.std(axis=0))
 
 
@@ -306,22 +308,22 @@ def _altered(
     spread = np.maximum(spread, 1e-4).astype(np.float32)
     if rng.random() < often * WHITENED:
         x = x * spread ** rng.uniform(-0.5, 1.2)
-    x, width = unit_rows(x), x.shape[1]
+    x, width = scaled_rows(x), x.shape[1]
     way = rng.random() / max(often, 1e-9)
     if way < NOISY:
-        x = unit_rows(x + rng.standard_normal(x.shape, dtype=np.float32) * rng.uniform(0.1, 0.8) / np.sqrt(width))
+        x = scaled_rows(x + rng.standard_normal(x.shape, dtype=np.float32) * rng.uniform(0.1, 0.8) / np.sqrt(width))
     elif way < (edge := NOISY + ROUNDED):
         step = np.abs(x).max() / rng.choice([2, 4, 8])
-        x = unit_rows(np.round(x / step) * step + 1e-6)  # a row that rounds to zero is a row that all others resemble
+        x = scaled_rows(np.round(x / step) * step + 1e-6)  # a row that rounds to zero is a row that all others resemble
     elif way < (edge := edge + BENT):
-        x = unit_rows(np.sign(x) * np.abs(x) ** rng.uniform(0.3, 2))
+        x = scaled_rows(np.sign(x) * np.abs(x) ** rng.uniform(0.3, 2))
     elif way < edge + RECTIFIED:
         units = int(np.clip(width * rng.integers(1, 4), *UNITS))
         mixed = x @ (rng.standard_normal((width, units), dtype=np.float32) / np.sqrt(width))
-        x = unit_rows(np.maximum(mixed - rng.uniform(-0.5, 1) / np.sqrt(width), 0) + 1e-6)
+        x = scaled_rows(np.maximum(mixed - rng.uniform(-0.5, 1) / np.sqrt(width), 0) + 1e-6)
     if rng.random() < often * SHIFTED:
         mean = rng.standard_normal((1, x.shape[1]), dtype=np.float32)
-        x = unit_rows(x + np.exp(rng.uniform(np.log(0.2), np.log(3))) * unit_rows(mean))
+        x = scaled_rows(x + np.exp(rng.uniform(np.log(0.2), np.log(3))) * scaled_rows(mean))
     return x
 
 
@@ -337,12 +339,12 @@ def _adapted(rng: np.random.Generator, x: NDArray[np.float32], often: float) -> 
     return adaptation.learn(x[rows], x[near], len(x)).apply(x)
 
 
-def unit_rows(x: NDArray[np.floating]) -> NDArray[np.float32]:
+def scaled_rows(x: NDArray[np.floating]) -> NDArray[np.float32]:
     """Rows (n, D) scaled to length 1; a row of zeros stays one."""
     return (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)).astype(np.float32)
 
 
-def _queries(rng: np.random.Generator, world: World, count: int) -> NDArray[np.int64]:
+def _queries(rng: np.random.Generator, world: DensityWorld, count: int) -> NDArray[np.int64]:
     """Rows (count,) of asked classes of two images or more, classes in turn so that small ones are asked as often."""
     sizes = np.bincount(world.labels)
     able = np.flatnonzero(world.asked & (sizes >= 2))

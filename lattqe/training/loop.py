@@ -21,9 +21,9 @@ from lattqe.training import validation
 from lattqe.training.checkpoint import Checkpoints, State, Team, Tensors
 from lattqe.training.config import TrainingConfig
 from lattqe.training.densities import DensitySampler
-from lattqe.training.plan import Plan, TrainingData, load
+from lattqe.training.plan import TrainingData, TrainingPlan, load
 from lattqe.training.sampling import Sampler, Stream, TupleSampler, WorldSampler, prefetched, torch_seed
-from lattqe.training.stage import NotFiniteError, Stage
+from lattqe.training.stage import NotFiniteError, TrainingStage
 
 History = list[dict[str, Any]]
 
@@ -36,7 +36,7 @@ EVENTS, CURVE = "tensorboard/events.out.tfevents.lattqe", "learning_curve.svg"
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """What the leading worker tells: updates done out of all, a line about loss and mAP, and its checkpoint."""
 
     step: int
@@ -45,14 +45,14 @@ class Progress:
 
 
 # Called after each update; where it returns True, the training saves its state and stops.
-Report = Callable[[Progress], bool | None]
+OnTrainingProgress = Callable[[TrainingProgress], bool | None]
 
 
 class StoppedError(LattqeError):
     """The training was asked to stop and has saved where it stands."""
 
 
-def new_network(plan: Plan) -> LAttQE:
+def new_network(plan: TrainingPlan) -> LAttQE:
     """The network as it starts: a function of the seed, or what another training has made."""
     if plan.config.start:
         network = LAttQE(plan.config.network)
@@ -71,7 +71,7 @@ def make_sampler(training: TrainingData, config: TrainingConfig) -> Sampler:
 class Training:
     """One training as one worker sees it."""
 
-    def __init__(self, plan: Plan, team: Team, report: Report = lambda progress: None) -> None:
+    def __init__(self, plan: TrainingPlan, team: Team, report: OnTrainingProgress = lambda progress: None) -> None:
         self.plan, self.config, self.team, self.report = plan, plan.config, team, report
         self.place = open_place(plan.destination)
         self.checkpoints = Checkpoints(self.place)
@@ -103,7 +103,7 @@ class Training:
         network = new_network(self.plan)
         if self.state.stage == "network":
             following = "choice" if self.config.network.gated else "temperature"
-            self._run_stage(Stage(network, self.config, self.team), self.config.steps, following)
+            self._run_stage(TrainingStage(network, self.config, self.team), self.config.steps, following)
             self._agree()
         self._put_back(network.load_state_dict, "best")
         if not self.config.network.gated:  # gates of rows are trained with the rest
@@ -112,7 +112,7 @@ class Training:
 
     def _run_temperature(self, network: LAttQE) -> None:
         """Do what is not done of the second stage."""
-        stage = Stage(network, self.config, self.team, dba=True)
+        stage = TrainingStage(network, self.config, self.team, dba=True)
         if self.config.temperature_on == "worlds":  # smaller ones: all of their rows are expanded in each update
             self.sampler = make_sampler(self.training, replace(self.config, world_rows=self.config.temperature_rows))
         if self.state.stage == "temperature":
@@ -136,7 +136,7 @@ class Training:
         self.team.total(torch.zeros(1))
         self.state = self.checkpoints.load()
 
-    def _run_stage(self, stage: Stage, stop: int, following: str) -> None:
+    def _run_stage(self, stage: TrainingStage, stop: int, following: str) -> None:
         """Train one stage up to update number `stop`, from wherever its last checkpoint is."""
         state = self.state
         if state.history and state.history[-1]["stage"] == state.stage:
@@ -175,7 +175,7 @@ class Training:
         """Whether a checkpoint is written after so many updates."""
         return step == stop or step % self.config.checkpoint_every == 0 or step % self.config.validate_every == 0
 
-    def _record(self, stage: Stage, step: int, losses: dict[str, float], following: str) -> None:
+    def _record(self, stage: TrainingStage, step: int, losses: dict[str, float], following: str) -> None:
         """Validate if it is time, and save where we stand."""
         state = self.state
         last = step == (self.total if stage.dba else self.config.steps)
@@ -205,7 +205,7 @@ class Training:
         if not self.team.leads:
             return False
         best = "" if self.state.best is None else f" · best validation mAP {self.state.best['map']:.2f}"
-        return bool(self.report(Progress(step, self.total, f"{doing}{best}")))
+        return bool(self.report(TrainingProgress(step, self.total, f"{doing}{best}")))
 
     def _choose(self, network: LAttQE) -> dict[str, Any]:
         """Find nQE alone, and nDBA, hops and nQE together, that are best on the mean of the validation sets."""
@@ -261,7 +261,7 @@ def _learned(network: LAttQE) -> dict[str, float]:
     return {"alpha": network.alpha.item()}
 
 
-def train(plan: Plan, team: Team | None = None, report: Report = lambda progress: None) -> None:
+def train(plan: TrainingPlan, team: Team | None = None, report: OnTrainingProgress = lambda progress: None) -> None:
     """Train on this worker, continuing an earlier run on the same destination; the leader publishes the model."""
     with _repeatable():
         Training(plan, team or Team(), report).run()
@@ -286,7 +286,7 @@ def _repeatable() -> Iterator[None]:
         memory.fill_uninitialized_memory = filling
 
 
-__all__ = ["Progress", "State", "Training", "new_network", "train"]
+__all__ = ["State", "Training", "TrainingProgress", "new_network", "train"]
 
 
 def learning_curve(history: History) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lattqe.duplicates import own_rows
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE
 from lattqe.model.network import VERSION
@@ -204,7 +205,7 @@ def open_graph(uri: str, features: FeatureSet, k: int | None) -> NeighborGraph:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """All that a worker must know; ready to be sent to it as JSON.
 
     features: labelled training sets; graphs: their neighbor graphs, or none; validation: (database, queries or None);
@@ -229,7 +230,7 @@ class Plan:
         return {**vars(self), "config": self.config.to_dict()}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Plan":
+    def from_dict(cls, values: dict[str, Any]) -> "TrainingPlan":
         """The plan written by `to_dict`."""
         pairs = [(database, queries) for database, queries in values["validation"]]
         return cls(**{**values, "validation": pairs, "config": TrainingConfig.from_dict(values["config"])})
@@ -252,7 +253,7 @@ def make(
     validation: list[tuple[str, str | None]],
     graphs: list[str] | None = None,
     cache: str | None = None,
-) -> Plan:
+) -> TrainingPlan:
     """Open all inputs, refuse what does not fit together, and write down what was found.
 
     Whatever is wrong with the inputs is said here, before Ray starts and long before a worker would meet it.
@@ -278,7 +279,7 @@ def make(
     inputs |= {f"neighbors-{number}": one.as_input() for number, one in enumerate(stored)}
     for number, pair in enumerate(held_out):
         inputs |= {f"validation-{number}-{role}": one.as_input() for role, one in zip(("database", "queries"), pair)}
-    return Plan(
+    return TrainingPlan(
         open_place(destination).uri,
         config,
         [one.uri for one in sets],
@@ -330,13 +331,14 @@ def _with_start(config: TrainingConfig) -> tuple[TrainingConfig, dict[str, Any]]
 
 
 def check_apart(trained: FeatureSet, held_out: FeatureSet, shared_labels: bool) -> None:
-    """Refuse images in both sets and, where labels can be compared, classes in both.
+    """Refuse images in both sets, by id and vector, and, where labels can be compared, classes in both.
 
     Labels can be compared when both sets name their classes, when they were read from one file, or when the user says
     so; otherwise label 7 of one set has nothing to do with label 7 of another.
     """
-    both = np.flatnonzero(trained.find_ids(held_out.id_column()) >= 0)
-    if len(both):
+    rows = own_rows(trained, held_out)
+    if rows is not None:
+        both = np.flatnonzero(rows >= 0)
         raise LattqeError(
             f"{len(both)} images of {held_out.uri} are also in {trained.uri} "
             f"(id {min(held_out.gather_ids(both))!r}): "

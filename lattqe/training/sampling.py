@@ -107,7 +107,7 @@ class Batch:
     positive_rows (b, p): where the positives stand among the candidates, if they do;
     classes (m,): the candidates' classes, where negatives are to be of distinct ones.
     hops: above 0, the candidates are augmented by so many hops over the graph of their row_k nearest before the
-    queries, which are no rows of theirs, search them; labels (m,) are the candidates'; hopping (r,): which of the
+    queries, which are not among their rows, search them; labels (m,) are the candidates'; hopping (r,): which of the
     candidates are augmented, the others stay what they are.
     """
 
@@ -128,7 +128,7 @@ class Batch:
     hopping: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on a device. A pool that many batches share goes there once, and stays until it is drawn anew."""
+        """The same on a device. A pool that many batches share goes there once, and stays until it is drawn again."""
         if device.type == "cpu":
             return self
         there = _POOLS.get(self.candidates)

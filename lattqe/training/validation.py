@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from lattqe.adaptation import adapt_to
 from lattqe.device import room_on
+from lattqe.duplicates import own_rows
 from lattqe.errors import LattqeError
 from lattqe.evaluation import LabelTruth, evaluate
 from lattqe.evaluation.truth import keep_of_each
@@ -18,13 +19,12 @@ from lattqe.expansion.base import Expanded
 from lattqe.expansion.diffusion import hop
 from lattqe.expansion.rows import Found, augment_rows, candidates, expand_queries, nearest
 from lattqe.model import LAttQE
-from lattqe.own_rows import own_rows
 from lattqe.search import FlatIndex, knn_graph
 from lattqe.search.index import SmallIndex
 from lattqe.store import FeatureSet
 from lattqe.store.features import comparable_labels
 from lattqe.training.checkpoint import Team
-from lattqe.training.densities import unit_rows
+from lattqe.training.densities import scaled_rows
 
 BLOCK = 64  # queries and rows are shared out in such units
 SMALL_ROWS = 50_000
@@ -150,7 +150,7 @@ def _narrowed(one: ValidationSet, width: int, queries: int, shift: float) -> Val
     """A set at its first columns, with some of its queries."""
     some = np.sort(np.random.default_rng(0).permutation(len(one.xq))[:queries])
     mean = np.random.default_rng(1).standard_normal((1, width)).astype(np.float32)
-    xb, xq = (unit_rows(unit_rows(x[:, :width]) + shift * unit_rows(mean)) for x in (one.xb, one.xq[some]))
+    xb, xq = (scaled_rows(scaled_rows(x[:, :width]) + shift * scaled_rows(mean)) for x in (one.xb, one.xq[some]))
     rows = None if one.query_rows is None else one.query_rows[some]
     return dataclasses.replace(one, xb=xb, xq=xq, query_labels=one.query_labels[some], query_rows=rows)
 

@@ -5,9 +5,8 @@ import pytest
 import torch
 from hop_world import ALPHA, DIM, HOPS, ROWS, begun, expected, make_world, no_bar, published
 
-from lattqe.augmentation import AugmentSummary
-from lattqe.augmentation.bands import FOLDER, HopWorker, Schedule, StaleHopsError, run_hops
-from lattqe.augmentation.recipe import HopTask
+from lattqe.augmentation.bands import FOLDER, HopSchedule, HopWorker, StaleHopsError, run_hops
+from lattqe.augmentation.recipe import AugmentSummary, HopTask
 from lattqe.device import planned_device
 from lattqe.errors import LattqeError
 from lattqe.store import FeatureSet, FeatureWriter
@@ -34,7 +33,7 @@ def test_bands_and_groups_give_the_bytes_of_one_array(world, cut):
 
 def items_of(task):
     """All items of a run, in the order of one worker."""
-    schedule, done = Schedule(task), []
+    schedule, done = HopSchedule(task), []
     queue = schedule.ready()
     worker = HopWorker(task)
     while queue:
@@ -49,7 +48,7 @@ def test_killed_after_any_item_it_ends_in_the_same_bytes(world):
     assert {item[0] for item in everything} == {"turn", "start", "fold", "hop", "part"}
     for stop in range(1, len(everything), 8):
         task = begun(world, f"stopped-{stop}")
-        schedule, left = Schedule(task), stop
+        schedule, left = HopSchedule(task), stop
         queue, worker = schedule.ready(), HopWorker(task)
         while left:
             worker.run(queue[0])
@@ -64,7 +63,7 @@ def test_killed_after_any_item_it_ends_in_the_same_bytes(world):
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
 def test_damaged_files_are_made_again(world, kind, damage):
     task = begun(world)
-    schedule, worker = Schedule(task), HopWorker(task)
+    schedule, worker = HopSchedule(task), HopWorker(task)
     queue, place = schedule.ready(), schedule.pending.place
 
     def files():

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from lattqe.augmentation import Augmentation, Recipe, begin_index, build_index
 from lattqe.augmentation.growth import join_features, kept_rows, plan_growth
+from lattqe.augmentation.index import begin_index, build_index
+from lattqe.augmentation.recipe import Augmentation, Recipe
 from lattqe.expansion import create
 from lattqe.expansion.rows import augment_rows
 from lattqe.model import LAttQE, LAttQEConfig

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from lattqe.augmentation import Recipe, describe, recompute
 from lattqe.augmentation.growth import check_joinable, join_features, kept_rows, reusable_rows
+from lattqe.augmentation.recipe import Recipe, describe, recompute
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
 from lattqe.expansion.rows import augment_rows

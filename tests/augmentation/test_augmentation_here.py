@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lattqe.augmentation import Augmentation, AugmentWorker, begin_index, build_index
+from lattqe.augmentation.index import AugmentWorker, begin_index, build_index
+from lattqe.augmentation.recipe import Augmentation
 from lattqe.search import stored
 from lattqe.search.index import StoredIndex
 from lattqe.search.stored import GraphTask, begin_graph, build_graph, publish_graph

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jobs.benchmark import app
-from lattqe.benchmark.cells import Inputs
+from lattqe.benchmark.cells import OpenedDataset
 from lattqe.benchmark.density import LabelledSet, cut, load_own_set, make_cells, rivals
 from lattqe.errors import LattqeError
 from lattqe.evaluation import evaluate
@@ -61,10 +61,10 @@ def test_cells_hold_the_cut_rows_and_distractors_that_are_relevant_to_nothing(tm
     cells = make_cells(sets, str(tmp_path), relevant=(2, 0))
     kinds = [("no", 2), ("yes", 2), ("cut alike", 2), ("no", 0), ("yes", 0)]
     assert [cell.group for cell in cells] == [(16, kind, m) for kind, m in kinds] * 2
-    crowded = Inputs.open(cells[1].dataset)
+    crowded = OpenedDataset.open(cells[1].dataset)
     assert crowded.database.rows == 2 * 8 + 80
     np.testing.assert_array_equal(crowded.truth.counts, np.full(16, 2))
-    alike = Inputs.open(cells[2].dataset)
+    alike = OpenedDataset.open(cells[2].dataset)
     assert alike.database.rows == 2 * 8 + 2 * 8
     np.testing.assert_array_equal(alike.truth.counts, np.full(16, 2))
     alone = make_cells(sets[:1], str(tmp_path / "alone"), relevant=(1,))
@@ -94,7 +94,7 @@ def test_a_users_own_sets_get_an_answer(tmp_path: Path) -> None:
     lines = list(csv.reader((tmp_path / "results" / "results.csv").read_text().splitlines()))
     found = {tuple(line[:5]): float(line[5]) for line in lines[1:]}
     kept = cut(first, 1)
-    truth = Inputs.open(make_cells([first], str(tmp_path / "again"), (1,))[0].dataset).truth
+    truth = OpenedDataset.open(make_cells([first], str(tmp_path / "again"), (1,))[0].dataset).truth
     expected = evaluate(FlatIndex(first.xb[kept]), first.xq, truth)["label"].mean_ap
     assert found["first", "16", "1", "no", "no expansion"] == pytest.approx(100 * expected, abs=1e-5)
     again = CliRunner().invoke(app, words)

@@ -13,7 +13,7 @@ from benchmark_sets import FACTS, FIXED, fill, rows_of, small_run
 import lattqe
 from benchmarks.rivals import clusters, measured, parts
 from cluster.benchmark import Bench
-from lattqe.benchmark.presets import Options, preset_run
+from lattqe.benchmark.presets import PresetOptions, preset_run
 from lattqe.benchmark.results import assemble, findings
 from lattqe.benchmark.spec import GRAPH_METHODS, Candidate, Pipeline, Run, Setting, graph_candidate
 from lattqe.datasets.revisited import load_gnd
@@ -181,7 +181,7 @@ def test_presets_have_the_rivals_with_one_setting_each(tmp_path: Path, monkeypat
     small = functools.partial(SyntheticWorld, seed=3, dim=32, scale=0.1, distractors=300)
     monkeypatch.setattr("lattqe.benchmark.presets.SyntheticWorld", small)
     for name, data in (("revisited", str(tmp_path)), ("synthetic", None)):
-        made = preset_run(name, Options(str(tmp_path / name), data=data))
+        made = preset_run(name, PresetOptions(str(tmp_path / name), data=data))
         rivals = [each for each in made.graph_methods if each.method in GRAPH_METHODS]
         assert [each.label for each in rivals] == PRESET_RIVALS
         assert {(each.choose, len(each.pipelines)) for each in rivals} == {("fixed", 1)}

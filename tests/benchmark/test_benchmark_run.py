@@ -11,8 +11,8 @@ from benchmark_sets import FACTS, FIXED, fill, rows_of, small_run
 import lattqe
 from cluster.benchmark import Bench
 from jobs.benchmark import approximate_warnings
-from lattqe.augmentation import adapted_rows
-from lattqe.benchmark.cells import Cell, Inputs
+from lattqe.augmentation.recipe import adapted_rows
+from lattqe.benchmark.cells import Cell, OpenedDataset
 from lattqe.benchmark.choosing import choose_rows, mean_map
 from lattqe.benchmark.results import assemble
 from lattqe.benchmark.spec import Candidate, Dataset, GraphCandidate, Pipeline, Run, Setting, graph_candidate
@@ -206,11 +206,11 @@ def test_queries_that_are_rows_never_find_themselves(tmp_path: Path) -> None:
         assert bench.inputs["rows"].exclude[number] == row
     np.testing.assert_allclose(found[:2], 100 * np.mean(expected, axis=0), atol=1e-6)
     changed = Dataset("rows", database, store("others", asked, np.roll(x, 1, axis=0)))
-    assert Inputs.open(changed).exclude is None, "the same ids of other vectors are other images"
+    assert OpenedDataset.open(changed).exclude is None, "the same ids of other vectors are other images"
     mixed = x.copy()
     mixed[3] = mixed[4]
     partly = Dataset("rows", database, store("mixed", np.array([0, 3]), mixed))
-    assert Inputs.open(partly).exclude.tolist() == [0, -1]
+    assert OpenedDataset.open(partly).exclude.tolist() == [0, -1]
     bench = Bench(dataclasses.replace(run, datasets=(partly,), graph_methods=()), str(tmp_path / "partly"))
     fill(bench)
     found = [bench.lookup(row.cell(partly)).scores[0].ap for row in choose_rows(bench.run, bench.lookup)]

@@ -9,8 +9,9 @@ import torch
 
 import lattqe
 from cluster import augmentation as on_ray
-from cluster.reach import Nodes, Reach, ShardReader, choose_reach, decide, open_shards
-from lattqe.augmentation import Augmentation, AugmentWorker, build_index, piece_name
+from cluster.augmentation import Nodes, Reach, ShardReader, choose_reach, decide, open_shards
+from lattqe.augmentation.index import AugmentWorker, build_index, piece_name
+from lattqe.augmentation.recipe import Augmentation
 from lattqe.errors import LattqeError
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.search import FlatIndex

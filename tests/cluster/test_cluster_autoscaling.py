@@ -50,7 +50,7 @@ def test_what_came_is_used_and_nothing_at_all_is_an_error(cluster, monkeypatch):
     with session.grown_cluster(seconds=0.1):
         assert cluster.gpus == 8
     cluster.gpus = cluster.limit = 0
-    with pytest.raises(LattqeError, match=r"still no GPU \(wanted 9\)"), session.grown_cluster(seconds=0.01):
+    with pytest.raises(LattqeError, match=r"still no GPU \(asked for 9\)"), session.grown_cluster(seconds=0.01):
         pass
     assert cluster.asked[-1] == []
     monkeypatch.setenv("LATTQE_GPUS", "many")

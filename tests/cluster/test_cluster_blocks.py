@@ -15,8 +15,7 @@ import pytest
 import ray
 
 from cluster.blocks import BlockPolicy, ask_actors, check_parts, run_blocks
-from cluster.monitor import Tally, Watch
-from cluster.session import require_resources
+from cluster.monitor import Tally, Watch, require_resources
 from jobs.log_file import logging_to
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import Pending, UnavailableError, neighbors_table, open_place

@@ -8,8 +8,9 @@ import ray
 from hop_world import HOPS, ROWS, begun, expected, make_world, no_bar, published
 
 from cluster.augmentation import run_hops
-from lattqe.augmentation import AugmentSummary, bands
+from lattqe.augmentation import bands
 from lattqe.augmentation.bands import HopWorker, StaleHopsError
+from lattqe.augmentation.recipe import AugmentSummary
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.benchmark_indexes import Indexes
-from cluster.indexes import Stage, Workplace, make_index
-from lattqe.augmentation import Augmentation
+from cluster.benchmark import Indexes
+from cluster.indexes import IndexStage, Workplace, make_index
+from lattqe.augmentation.recipe import Augmentation
 from lattqe.benchmark.spec import Setting
 from lattqe.search.rows import Clock
 from lattqe.search.stored import publish_graph
@@ -49,7 +49,7 @@ class Told:
     def adapting(self, original: FeatureSet, to: str):
         return self.counted(f"adapting {original.rows} rows in {Path(to).name}")
 
-    def building(self, stage: Stage):
+    def building(self, stage: IndexStage):
         assert stage.here
         return self.counted("hops" if stage.task.hopping else "edges" if stage.task.only_edges else "rows")
 

@@ -17,7 +17,8 @@ from ray_nodes import RayNode, make_network
 from s3_proxy import FaultyProxy
 from s3_server import S3Server
 
-from lattqe.augmentation import Augmentation, begin_index, build_index
+from lattqe.augmentation.index import begin_index, build_index
+from lattqe.augmentation.recipe import Augmentation
 from lattqe.search import FlatIndex
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Pending, open_place, ranks_table, read_manifest

@@ -23,8 +23,9 @@ from cluster.graph import agree_on_cut, plan_graph, run_graph
 from cluster.graph_worker import GraphWorker, measure_worker, places, threads_for
 from cluster.session import ray_session
 from cluster.training import train_on_cluster
-from lattqe.augmentation import Augmentation, AugmentSummary, AugmentWorker, begin_index
 from lattqe.augmentation.bands import HopWorker
+from lattqe.augmentation.index import AugmentWorker, begin_index
+from lattqe.augmentation.recipe import Augmentation, AugmentSummary
 from lattqe.cost import cut_rows
 from lattqe.device import pick_device
 from lattqe.errors import LattqeError

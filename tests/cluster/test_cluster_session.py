@@ -16,7 +16,8 @@ from ray_nodes import Loopback, RayNode
 from training_sets import plan_for, write_sets
 
 from cluster import graph_worker, process_group, training
-from cluster.session import ray_session, require_resources, room_for
+from cluster.monitor import require_resources, room_for
+from cluster.session import ray_session
 from lattqe.errors import LattqeError
 
 
@@ -228,15 +229,15 @@ def test_training_opens_a_store_for_other_machines_only_if_there_are_any(monkeyp
 ENDED = """
 import os, signal, time
 import ray
-from cluster import session, watched
+from cluster import session
 from lattqe.errors import LattqeError
 
 try:
     with session.ray_session(cpus=1):
         started = ray._private.worker._global_node.all_processes
-        pids = watched.processes_here()
+        pids = session.processes_here()
         own, started["raylet"] = started["raylet"], []  # as in a driver that has joined a cluster
-        assert watched.processes_here() == pids, "who listens at the socket"
+        assert session.processes_here() == pids, "who listens at the socket"
         started["raylet"] = own
         os.kill(pids[{name!r}], signal.SIGKILL)
         time.sleep(600)

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from cluster.session import ray_session
-from cluster.shards import Shard, ShardedIndex, ShardPolicy, cut_pieces, shard_resources
+from cluster.shards import Shard, ShardedIndex, ShardPolicy, cut_ranges, shard_resources
 from lattqe.errors import LattqeError
 from lattqe.search import FlatIndex
 from lattqe.store import FeatureSet, FeatureWriter
@@ -82,7 +82,7 @@ def test_distractors_follow_the_database(photos, shards):
 
 
 def test_pieces_cover_all_rows_once():
-    pieces = [piece for cut in ((0, 3), (3, 9), (9, 12)) for piece in cut_pieces([("a", 5), ("b", 1), ("c", 6)], *cut)]
+    pieces = [piece for cut in ((0, 3), (3, 9), (9, 12)) for piece in cut_ranges([("a", 5), ("b", 1), ("c", 6)], *cut)]
     assert [(piece.uri, piece.start, piece.stop) for piece in pieces] == [
         ("a", 0, 3),
         ("a", 3, 5),

@@ -15,7 +15,7 @@ from cluster import training
 from cluster.training import Standing, train_on_cluster
 from lattqe.errors import LattqeError
 from lattqe.store import load_model, open_place
-from lattqe.training import Plan, train
+from lattqe.training import TrainingPlan, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
@@ -30,7 +30,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def alone(sets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def alone(sets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> TrainingPlan:
     """A training in this process, undisturbed."""
     plan = plan_for(sets, tmp_path_factory.mktemp("alone") / "model", *SLOW)
     threads = torch.get_num_threads()
@@ -40,12 +40,12 @@ def alone(sets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pla
     return plan
 
 
-def tensors(plan: Plan) -> dict[str, np.ndarray]:
+def tensors(plan: TrainingPlan) -> dict[str, np.ndarray]:
     return load_model(plan.destination)[0]
 
 
 def test_two_workers_train_the_same_model_even_if_one_is_killed(
-    alone: Plan, sets: dict[str, str], tmp_path: Path
+    alone: TrainingPlan, sets: dict[str, str], tmp_path: Path
 ) -> None:
     """Dropout and all; a worker's death costs the updates since the checkpoint, and nothing else."""
     plan = plan_for(sets, tmp_path / "model", *SLOW)

@@ -9,8 +9,7 @@ from lattqe.expansion import base, create
 from lattqe.expansion import rows as rows_module
 from lattqe.expansion.attention import AttentionExpansion
 from lattqe.expansion.rows import _expand_there, _tables, augment_rows, expand_queries
-from lattqe.model.config import LAttQEConfig
-from lattqe.model.network import LAttQE
+from lattqe.model.network import LAttQE, LAttQEConfig
 from lattqe.search import FlatIndex, knn_graph
 from lattqe.search.index import StoredIndex
 from lattqe.store import FeatureSet, FeatureWriter

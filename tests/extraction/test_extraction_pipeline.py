@@ -12,7 +12,7 @@ from PIL import Image
 from tiny_encoder import TinyEncoder
 
 from lattqe.errors import LattqeError
-from lattqe.extraction.encoder import Encoder
+from lattqe.extraction.encoder import ImageEncoder
 from lattqe.extraction.image import Framing, ImageEntry, decode
 from lattqe.extraction.stage import Describer
 from lattqe.store import UnavailableError, open_place
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def encoder(network=None):
-    return Encoder(network or TinyEncoder().eval(), CPU, "test", "digest")
+    return ImageEncoder(network or TinyEncoder().eval(), CPU, "test", "digest")
 
 
 @pytest.fixture

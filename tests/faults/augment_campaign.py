@@ -52,7 +52,8 @@ def write_inputs(uri: str) -> None:
 
 def write_reference(uri: str, to: str) -> list[list[str | int]]:
     """The undisturbed index, made in this process: the fingerprint that every round must end with."""
-    from lattqe.augmentation import Augmentation, begin_index, build_index
+    from lattqe.augmentation.index import begin_index, build_index
+    from lattqe.augmentation.recipe import Augmentation
 
     task = Augmentation(
         f"{uri}/features",

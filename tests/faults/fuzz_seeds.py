@@ -18,7 +18,7 @@ from lattqe.adaptation import learn
 from lattqe.benchmark.cells import Cell, Measured
 from lattqe.evaluation import LabelTruth, score_ranking
 from lattqe.model import LAttQE
-from lattqe.model.config import LAttQEConfig
+from lattqe.model.network import LAttQEConfig
 from lattqe.store import FeatureWriter, Pending, neighbors_table, open_place, ranks_table, save_model
 from lattqe.training.checkpoint import Checkpoints, State
 

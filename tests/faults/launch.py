@@ -59,10 +59,10 @@ def shrink() -> None:
         replace_default(function, DEFAULT_PART_BYTES, PART_BYTES)
     search.PART_QUERIES = PART_QUERIES
     if sys.argv[1] in ("augment", "append", "benchmark"):
-        from lattqe import augmentation  # takes a second, with torch
+        from lattqe.augmentation import growth, recipe  # takes a second, with torch
 
-        for module in (augmentation, augmentation.growth):
-            module.Augmentation = functools.partial(augmentation.Augmentation, block_rows=BLOCK_ROWS)
+        for module in (recipe, growth):
+            module.Augmentation = functools.partial(recipe.Augmentation, block_rows=BLOCK_ROWS)
 
 
 def hurry() -> None:

@@ -28,7 +28,8 @@ ROWS, DIM, K = 16_000, 48, 8
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Features, graph, model, and the undisturbed index, computed in this process."""
-    from lattqe.augmentation import Augmentation, begin_index, build_index
+    from lattqe.augmentation.index import begin_index, build_index
+    from lattqe.augmentation.recipe import Augmentation
 
     folder = tmp_path_factory.mktemp("made")
     rng = np.random.default_rng(0)

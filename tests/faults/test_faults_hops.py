@@ -11,8 +11,8 @@ import pytest
 from hop_world import begun, expected, make_world, no_bar, published
 from killing import end_session
 
-from lattqe.augmentation import AugmentSummary
 from lattqe.augmentation.bands import run_hops
+from lattqe.augmentation.recipe import AugmentSummary
 
 pytestmark = [pytest.mark.ray, pytest.mark.kill, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ from jobs.train import PRESET_NAMES, ablate_app, app, finished
 from lattqe.errors import LattqeError
 from lattqe.store import open_place
 from lattqe.training import PRESETS, preset
-from lattqe.training.presets import variants
+from lattqe.training.config import variants
 
 
 def arguments(folder: Path, *more: str) -> list[str]:

@@ -12,12 +12,12 @@ from killing import killed_midway
 
 import jobs.augment
 import jobs.benchmark
-import jobs.duplicates
+import jobs.lists
 import jobs.neighbors
 import jobs.search
 from jobs.artifacts import export_app, info_app, verify_app
 from jobs.console import guarded
-from jobs.ranks import evaluate_app, gallery_app
+from jobs.lists import evaluate_app, gallery_app
 from lattqe.cost import rows as row_costs
 from lattqe.search import approximate, knn_graph, stored
 from lattqe.search.approximate import approximate_graph, shares_found
@@ -108,7 +108,7 @@ def test_from_the_graph_to_the_report(small, run, features, tmp_path):
         search,
         (evaluate_app, ranks),
         (gallery_app, ranks, "--images", photos, "--to", page),
-        (jobs.duplicates.app, rows, "--graph", graph),
+        (jobs.lists.duplicates_app, rows, "--graph", graph),
         (export_app, graph, "--to", tmp_path / "graph.npz"),
         *((info_app, one) for one in (graph, index, ranks, tmp_path / "grown" / "neighbors")),
     ]:

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import jobs.benchmark
 import jobs.console
 from jobs.benchmark import app, measure_run, print_results, publish
-from lattqe.benchmark.cells import Inputs
-from lattqe.benchmark.presets import Options, preset_run
+from lattqe.benchmark.cells import OpenedDataset
+from lattqe.benchmark.presets import PresetOptions, preset_run
 from lattqe.benchmark.spec import Candidate, Pipeline, Run, Setting, graph_candidate
 from lattqe.datasets.labelled import PHOTO_SETS
 from lattqe.datasets.revisited import load_gnd
@@ -223,7 +223,7 @@ KNOWN = {
 
 def photos_run(folder: Path, photos_folder: Path, columns: int, *names: str, **changes: Any) -> Run:
     """The preset with some of its sets, without distractors."""
-    run = preset_run("photos", Options(str(folder), str(photos_folder), columns=(columns,)))
+    run = preset_run("photos", PresetOptions(str(folder), str(photos_folder), columns=(columns,)))
     kept = tuple(dataset for dataset in run.datasets if dataset.name in names)
     return dataclasses.replace(run, datasets=kept, distractors=(), bootstrap=10, **changes)
 
@@ -291,13 +291,13 @@ def test_presets_take_photographs_on_s3(s3_uri: str, tmp_path: Path, below: str)
     for preset in ("photos", "density"):
         found = []
         for where, data in (("disk", str(tmp_path / "data")), ("s3", f"{s3_uri}/data")):
-            run = preset_run(preset, Options(str(tmp_path / preset / where), data, columns=(4,)))
-            sets = [Inputs.open(dataset) for dataset in run.datasets]
+            run = preset_run(preset, PresetOptions(str(tmp_path / preset / where), data, columns=(4,)))
+            sets = [OpenedDataset.open(dataset) for dataset in run.datasets]
             found.append([(each.database.digest, each.queries.digest) for each in sets])
         assert found[0] == found[1]
         assert len(found[0]) >= len(PHOTO_SETS)
     with pytest.raises(LattqeError, match=r"nothing.*cub200_vectors\.npy"):
-        preset_run("photos", Options(str(tmp_path / "none"), f"{s3_uri}/nothing"))
+        preset_run("photos", PresetOptions(str(tmp_path / "none"), f"{s3_uri}/nothing"))
 
 
 def test_presets_take_data_and_folders_on_s3(s3_uri: str, tmp_path: Path) -> None:
@@ -312,9 +312,9 @@ def test_presets_take_data_and_folders_on_s3(s3_uri: str, tmp_path: Path) -> Non
             with FeatureWriter(f"{s3_uri}/data/{part}", DIM, dtype="float32") as writer:
                 writer.append(np.random.default_rng(0).standard_normal((len(ids), DIM)).astype(np.float32), ids)
         open_place(f"{s3_uri}/data").write(f"gnd_{name}.pkl", pickle.dumps(gnd))
-    run = preset_run("revisited", Options(str(tmp_path), f"{s3_uri}/data"))
+    run = preset_run("revisited", PresetOptions(str(tmp_path), f"{s3_uri}/data"))
     assert run.distractors == ()
-    assert [Inputs.open(dataset).truth.database_rows for dataset in run.datasets] == [6, 6]
+    assert [OpenedDataset.open(dataset).truth.database_rows for dataset in run.datasets] == [6, 6]
     results = measure_run(small_run(f"{s3_uri}/world", FIXED[:1]), f"{s3_uri}/world")
     publish(results, f"{s3_uri}/world")
     here = measure_run(small_run(tmp_path / "world", FIXED[:1]), str(tmp_path / "world"))

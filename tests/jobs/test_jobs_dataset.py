@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.io
 
-from lattqe.datasets.revisited import load_gnd, published
+from lattqe.datasets.revisited import load_gnd, published_scores
 from lattqe.evaluation import score_ranking
 from lattqe.store import FeatureSet, open_place
 
@@ -92,7 +92,7 @@ def test_golden_numbers_come_out(tmp_path, run, revisited_folder, oxford, monkey
     gnd, xb, xq = oxford
     write_revisited(tmp_path / "published", revisited_folder, "roxford5k", "mat", xb, xq)
     mine = {setup: 100 * value for setup, value in plain_map(xb, xq, gnd).items() if setup != "easy"}
-    monkeypatch.setitem(published()["golden"]["map"], "roxford5k", mine)
+    monkeypatch.setitem(published_scores()["golden"]["map"], "roxford5k", mine)
     code, _, err = run("dataset", "revisited", tmp_path / "published", "--to", tmp_path / "data")
     assert code == 0
     assert "roxford5k: the paper's golden numbers are reproduced" in err
@@ -114,7 +114,7 @@ def test_benchmark_stops_after_the_golden_numbers(tmp_path, run, revisited_folde
     assert "these are not the paper's features" in told
     assert "67.30 expected of the paper's features" in told
     for name, values in mine.items():
-        monkeypatch.setitem(published()["golden"]["map"], name, values)
+        monkeypatch.setitem(published_scores()["golden"]["map"], name, values)
     code, _, err = run(*command)
     assert code == 0, err
     assert "the paper's golden numbers are reproduced" in err

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import jobs.search
-from jobs.ranks import evaluate_app
+from jobs.lists import evaluate_app
 from lattqe.datasets.revisited import from_gnd, load_gnd, save_gnd
 from lattqe.errors import LattqeError
 from lattqe.evaluation import LabelTruth, evaluate

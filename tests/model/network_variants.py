@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from lattqe.model.config import LAttQEConfig
+from lattqe.model.network import LAttQEConfig
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "full": {},

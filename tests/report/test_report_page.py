@@ -10,7 +10,7 @@ from benchmark_sets import FIXED, small_run
 from browser import browser
 
 from jobs.benchmark import measure_run, publish
-from lattqe.datasets.revisited import published
+from lattqe.datasets.revisited import published_scores
 from lattqe.report import render_page
 from lattqe.report.views import regime_bars
 
@@ -105,7 +105,7 @@ def test_published_numbers_ablations_and_markup_in_names(
     results: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lattqe.report.page.illustrations", lambda results: [])  # drawn by the other tests
-    paper = {name: published()[name] for name in ("table2", "table3")}
+    paper = {name: published_scores()[name] for name in ("table2", "table3")}
     variant = {
         "label": "without <b>attention</b>",
         "nqe": 4,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lattqe.augmentation.growth import check_joinable, join_features, kept_rows
-from lattqe.benchmark.cells import Inputs
+from lattqe.benchmark.cells import OpenedDataset
 from lattqe.benchmark.spec import Dataset
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store import FeatureSet, FeatureWriter, comparable_labels
@@ -72,13 +72,13 @@ def test_a_benchmark_gives_the_same_for_names_and_numbers(tmp_path):
     for named in (True, False):
         database = write(tmp_path / f"database-{named}", rows, named)
         queries = write(tmp_path / f"queries-{named}", asked, named, first=100)
-        truth = Inputs.open(Dataset("set", database.uri, queries.uri, "labels")).truth
+        truth = OpenedDataset.open(Dataset("set", database.uri, queries.uri, "labels")).truth
         counts[named] = [truth.judgements(0, 4).rows.tolist(), truth.counts.tolist()]
         validation = load_set(database.uri, queries.uri)
         assert [rows[i] for i in np.flatnonzero(validation.labels == validation.query_labels[0])] == ["dog"] * 10
     assert counts[True] == counts[False]
     with pytest.raises(LattqeError, match="are text and those of"):
-        Inputs.open(Dataset("set", str(tmp_path / "database-True"), str(tmp_path / "queries-False"), "labels"))
+        OpenedDataset.open(Dataset("set", str(tmp_path / "database-True"), str(tmp_path / "queries-False"), "labels"))
 
 
 def test_training_joins_and_separates_by_name(tmp_path):
@@ -89,6 +89,16 @@ def test_training_joins_and_separates_by_name(tmp_path):
     with pytest.raises(LattqeError, match=r"1 classes .*'cat' for one"):
         check_apart(a, b, shared_labels=False)
     check_apart(a, write(tmp_path / "apart", ["dog", "emu"], first=20), shared_labels=False)
+
+
+def test_validation_images_are_training_images_only_if_the_vectors_agree_too(tmp_path):
+    """Ids that are mere numbers occur in every set."""
+    trained = write(tmp_path / "trained", ["bee", "cat"])
+    check_apart(trained, write(tmp_path / "numbered-alike", ["dog", "emu"]), shared_labels=False)
+    with FeatureWriter(str(tmp_path / "copied"), 8, labels=True, label_names=["dog"]) as writer:
+        writer.append(trained.read(), trained.ids(), np.zeros(2, np.int32))
+    with pytest.raises(LattqeError, match=r"2 images of .*copied are also in .*'id-0'"):
+        check_apart(trained, FeatureSet.open(str(tmp_path / "copied")), shared_labels=False)
 
 
 def test_labels_without_a_name_are_found(tmp_path):

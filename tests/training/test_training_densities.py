@@ -17,11 +17,10 @@ from lattqe.search import FlatIndex
 from lattqe.store import load_model
 from lattqe.training import make, train
 from lattqe.training.checkpoint import Team
-from lattqe.training.densities import DensitySampler, _adapted, _altered, _around, _clusters, unit_rows
-from lattqe.training.losses import hop
+from lattqe.training.config import GATED, preset
+from lattqe.training.densities import DensitySampler, _adapted, _altered, _around, _clusters, scaled_rows
 from lattqe.training.plan import join
-from lattqe.training.presets import GATED, preset
-from lattqe.training.stage import Stage
+from lattqe.training.stage import TrainingStage, hop
 from lattqe.training.validation import ValidationSet, density_sets
 
 SMALL = [
@@ -75,7 +74,7 @@ def test_a_batch_is_a_function_of_its_step_and_parts_add_up(data, config):
 @pytest.mark.parametrize("changes", GATED.values(), ids=GATED)
 def test_every_ablation_can_be_trained(data, changes):
     config = preset("universal", 16, [*SMALL, "slots=4", *changes])
-    sampler, stage = DensitySampler(data, config), Stage(LAttQE(config.network), config, Team())
+    sampler, stage = DensitySampler(data, config), TrainingStage(LAttQE(config.network), config, Team())
     before = {name: value.clone() for name, value in stage.network.state_dict().items()}
     losses = [stage.update(step, sampler.batch(step, slice(0, 8))) for step in range(config.accumulate)]
     assert torch.isfinite(torch.cat([*losses, stage.rest()])).all()
@@ -174,7 +173,7 @@ def test_what_hops_is_the_positives_and_what_lies_nearest_to_the_queries(data):
 
 def test_gradients_through_hops_reach_gates_loops_and_alpha(data, config):
     sampler, network = DensitySampler(data, config), LAttQE(config.network)
-    stage = Stage(network, dataclasses.replace(config, accumulate=1), Team())
+    stage = TrainingStage(network, dataclasses.replace(config, accumulate=1), Team())
     before = {name: value.clone() for name, value in network.state_dict().items()}
     for step in range(0, 3 * config.hop_every, config.hop_every):
         assert torch.isfinite(stage.update(step, sampler.batch(step, slice(0, 8)))).all()
@@ -191,7 +190,7 @@ def test_gradients_through_hops_reach_gates_loops_and_alpha(data, config):
 
 def test_an_update_waits_for_all_of_its_batches(data, config):
     sampler, network = DensitySampler(data, config), LAttQE(config.network)
-    stage = Stage(network, config, Team())
+    stage = TrainingStage(network, config, Team())
     before = network.state_dict()["head.queries.linear.weight"].clone()
     for step in range(config.accumulate):
         assert torch.equal(network.state_dict()["head.queries.linear.weight"], before)
@@ -259,14 +258,14 @@ def test_clusters_are_worlds_of_their_own():
 def test_worlds_that_are_never_altered_are_as_they_are():
     x = np.random.default_rng(0).standard_normal((50, 16)).astype(np.float32)
     for seed in range(20):
-        assert np.array_equal(_altered(np.random.default_rng(seed), x, x.std(axis=0), often=0), unit_rows(x))
+        assert np.array_equal(_altered(np.random.default_rng(seed), x, x.std(axis=0), often=0), scaled_rows(x))
 
 
 def test_the_first_updates_meet_ordinary_spaces_alone(data, config):
     """Before the given share of the updates every world is rows of the sets as they are; after it most are not."""
     settled = dataclasses.replace(config, steps=60, ordinary=0.5, clusters=0.5, altered=1.0, hop_every=0)
     sampler = DensitySampler(data, settled)
-    known = {width: {row.tobytes() for row in unit_rows(data.vectors[:, :width])} for width in (8, 16)}
+    known = {width: {row.tobytes() for row in scaled_rows(data.vectors[:, :width])} for width in (8, 16)}
 
     def is_ordinary(step):
         world = sampler.batch(step, slice(0, 8)).candidates.numpy()
@@ -293,7 +292,7 @@ def test_a_share_of_the_worlds_is_adapted_and_a_step_decides_which(data, config)
 
 
 def test_an_adapted_world_is_what_the_adaptation_of_a_collection_gives(data):
-    x = unit_rows(data.vectors[:240])
+    x = scaled_rows(data.vectors[:240])
     made = _adapted(np.random.default_rng(0), x, often=1.0)
     np.testing.assert_allclose(made, adapt_to(FlatIndex(x)).apply(x), atol=1e-4)
     assert _adapted(np.random.default_rng(0), x, often=0.0) is x

@@ -14,12 +14,12 @@ from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.model import LAttQE
 from lattqe.store import load_model, open_place
 from lattqe.store.manifest import seal_json
-from lattqe.training import Plan, Progress, Team, train
+from lattqe.training import Team, TrainingPlan, TrainingProgress, train
 from lattqe.training.checkpoint import STATE, Checkpoints, State
+from lattqe.training.config import RELATIONAL, TABLE_2
 from lattqe.training.loop import Training, learning_curve, new_network
-from lattqe.training.presets import RELATIONAL, TABLE_2
 from lattqe.training.sampling import SlotDropout, SlotMasks
-from lattqe.training.stage import NotFiniteError, Stage
+from lattqe.training.stage import NotFiniteError, TrainingStage
 
 RECIPES = {
     "paper": [],
@@ -62,19 +62,21 @@ class Killed(Exception):
 
 
 def kill_at(step: int):
-    def report(progress: Progress) -> None:
+    def report(progress: TrainingProgress) -> None:
         if progress.step == step:
             raise Killed
 
     return report
 
 
-def tensors(plan: Plan) -> dict[str, np.ndarray]:
+def tensors(plan: TrainingPlan) -> dict[str, np.ndarray]:
     return load_model(plan.destination)[0]
 
 
 @pytest.fixture(scope="module", params=RECIPES)
-def undisturbed(request: pytest.FixtureRequest, sets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def undisturbed(
+    request: pytest.FixtureRequest, sets: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> TrainingPlan:
     """A finished training of each kind."""
     plan = plan_for(sets, tmp_path_factory.mktemp("model") / request.param, *RECIPES[request.param])
     train(plan)
@@ -84,7 +86,7 @@ def undisturbed(request: pytest.FixtureRequest, sets: dict[str, str], tmp_path_f
 # Before there is a checkpoint, after a validation, at a checkpoint, between the two stages, within the second.
 @pytest.mark.parametrize("step", [1, 3, 4, 6, 8])
 def test_killed_at_any_kind_of_step_and_continued_gives_the_same_weights(
-    undisturbed: Plan, sets: dict[str, str], tmp_path: Path, step: int
+    undisturbed: TrainingPlan, sets: dict[str, str], tmp_path: Path, step: int
 ) -> None:
     plan = plan_for(sets, tmp_path / "model", *RECIPES[Path(undisturbed.destination).name])
     with pytest.raises(Killed):
@@ -95,7 +97,7 @@ def test_killed_at_any_kind_of_step_and_continued_gives_the_same_weights(
         assert np.array_equal(found, wanted[name]), name
 
 
-def test_the_model_is_complete_and_the_work_gone(undisturbed: Plan) -> None:
+def test_the_model_is_complete_and_the_work_gone(undisturbed: TrainingPlan) -> None:
     assert set(open_place(undisturbed.destination).list()) == {
         "config.json",
         "learning_curve.svg",
@@ -115,7 +117,7 @@ def test_the_model_is_complete_and_the_work_gone(undisturbed: Plan) -> None:
     LAttQE.load(undisturbed.destination)
 
 
-def test_the_best_validation_decides_what_is_kept(undisturbed: Plan) -> None:
+def test_the_best_validation_decides_what_is_kept(undisturbed: TrainingPlan) -> None:
     metrics = load_model(undisturbed.destination)[2]
     means = {
         entry["step"]: max(found["mean"] for found in entry["map"].values())
@@ -376,19 +378,19 @@ def test_a_run_that_is_overtaken_stops_and_leaves_the_other_state_intact(tmp_pat
 def test_every_ablation_can_be_trained(sets: dict[str, str], tmp_path: Path, recipe: str, name: str) -> None:
     changes = (TABLE_2 if recipe == "paper" else RELATIONAL)[name]
     plan = plan_for(sets, tmp_path / "model", *RECIPES[recipe], *changes)
-    stage = Stage(new_network(plan), plan.config, Team())
+    stage = TrainingStage(new_network(plan), plan.config, Team())
     before = {name: value.clone() for name, value in stage.network.state_dict().items()}
     loss = stage.update(0, Training(plan, Team()).sampler.batch(0, slice(0, plan.config.batch)))
     assert torch.isfinite(loss).all()
     assert any(not torch.equal(before[name], value) for name, value in stage.network.state_dict().items())
 
 
-def gradients(plan: Plan, size: int) -> dict[str, torch.Tensor]:
+def gradients(plan: TrainingPlan, size: int) -> dict[str, torch.Tensor]:
     """The sum over `size` workers of the gradients of their parts of the first batch, dropout on."""
     sampler, summed = Training(plan, Team()).sampler, {}
     config = dataclasses.replace(plan.config, clip=0.0)
     for rank in range(size):
-        stage = Stage(new_network(plan), config, Team())
+        stage = TrainingStage(new_network(plan), config, Team())
         stage.masks = SlotMasks(config.seed, Team(rank, size).slots(config.slots), torch.device("cpu"))
         for module in stage.network.modules():
             if isinstance(module, SlotDropout):
@@ -403,7 +405,7 @@ def gradients(plan: Plan, size: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_workers_gradients_add_up_to_those_of_one(undisturbed: Plan, size: int) -> None:
+def test_the_workers_gradients_add_up_to_those_of_one(undisturbed: TrainingPlan, size: int) -> None:
     alone, together = gradients(undisturbed, 1), gradients(undisturbed, size)
     for name, value in alone.items():
         torch.testing.assert_close(together[name], value, rtol=1e-4, atol=1e-7)

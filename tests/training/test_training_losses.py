@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lattqe.training.config import TrainingConfig
-from lattqe.training.losses import RANKING, auxiliary, total_loss
 from lattqe.training.sampling import Batch
+from lattqe.training.stage import RANKING, auxiliary, total_loss
 
 
 def unit(rng: np.random.Generator, *shape: int) -> torch.Tensor:

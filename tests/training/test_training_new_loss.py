@@ -53,7 +53,7 @@ def test_a_new_loss_is_one_function_and_one_field(tmp_path: Path) -> None:
         preset("paper", DIM, [*TINY, "farness=0.5"])
     shutil.copytree(PROJECT / "lattqe", tmp_path / "copy" / "lattqe")
     put_before(tmp_path / "copy" / "lattqe" / "training" / "config.py", FIELD, "    farness: float = loss(0.0)\n")
-    put_before(tmp_path / "copy" / "lattqe" / "training" / "losses.py", ABOVE, FUNCTION)
+    put_before(tmp_path / "copy" / "lattqe" / "training" / "stage.py", ABOVE, FUNCTION)
     settings = ["farness=0.5", "contrastive=0", "auxiliary=0", "steps=6", "temperature_steps=0"]
     done = subprocess.run(
         [sys.executable, "-c", TRAIN, str(tmp_path), *settings],

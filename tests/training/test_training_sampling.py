@@ -14,9 +14,9 @@ from training_sets import clusters
 from lattqe.search import knn_graph
 from lattqe.store import FeatureSet, FeatureWriter
 from lattqe.training.config import TrainingConfig
-from lattqe.training.losses import contrastive, hardest
 from lattqe.training.plan import TrainingData, join, load, published_pairs
 from lattqe.training.sampling import Batch, Members, Sampler, TupleSampler, WorldSampler, prefetched
+from lattqe.training.stage import contrastive, hardest
 
 WHOLE = slice(None)
 

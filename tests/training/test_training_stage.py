@@ -13,7 +13,7 @@ from training_sets import plan_for
 from lattqe.store import load_model
 from lattqe.training import Team, train
 from lattqe.training.loop import Training, new_network
-from lattqe.training.stage import NotFiniteError, Stage
+from lattqe.training.stage import NotFiniteError, TrainingStage
 
 NAMES = (
     "cpu",
@@ -56,7 +56,7 @@ class Reads(TorchFunctionMode):
 def test_an_update_reads_from_its_device_once(sets: dict[str, str], tmp_path: Path, dba: bool) -> None:
     settings = ("accumulate=3", "checkpoint_every=3")
     plan = plan_for(sets, tmp_path / "model", *RECIPES["relational"], *settings)
-    stage, sampler = Stage(new_network(plan), plan.config, Team(), dba), Training(plan, Team()).sampler
+    stage, sampler = TrainingStage(new_network(plan), plan.config, Team(), dba), Training(plan, Team()).sampler
     batches = [sampler.batch(step, slice(0, plan.config.batch)) for step in range(6)]
     stage.optimizer.step = lambda *args, **kwargs: None  # type: ignore[method-assign]  # Adam's counts are on the CPU
     counts, returned = [], []
@@ -74,7 +74,7 @@ def test_losses_of_all_batches_are_told(sets: dict[str, str], tmp_path: Path) ->
     plan = plan_for(sets, tmp_path / "model", *settings)
     told: list[str] = []
     train(plan, report=lambda progress: told.append(progress.note))
-    stage, sampler = Stage(new_network(plan), plan.config, Team()), Training(plan, Team()).sampler
+    stage, sampler = TrainingStage(new_network(plan), plan.config, Team()), Training(plan, Team()).sampler
     batches = [sampler.batch(step, slice(0, plan.config.batch)) for step in range(2)]
     assert len(stage.update(0, batches[0])) == 0
     first, second = stage.update(1, batches[1])
@@ -89,7 +89,7 @@ def test_losses_of_all_batches_are_told(sets: dict[str, str], tmp_path: Path) ->
 
 def test_a_batch_that_is_not_finite_stops_the_update_it_belongs_to(sets: dict[str, str], tmp_path: Path) -> None:
     plan = plan_for(sets, tmp_path / "model", "accumulate=2", "validate_every=2")
-    stage, sampler = Stage(new_network(plan), plan.config, Team()), Training(plan, Team()).sampler
+    stage, sampler = TrainingStage(new_network(plan), plan.config, Team()), Training(plan, Team()).sampler
     good, bad = (sampler.batch(step, slice(0, plan.config.batch)) for step in range(2))
     bad.items.mul_(torch.nan)
     stage.update(0, bad)
