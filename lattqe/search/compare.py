@@ -2,8 +2,8 @@
 
 A block's tiles are every T-th row of it, so that each is a fair sample of the whole, however the rows are ordered (a
 collection's classes often stand together). A row's first tile then tells what its k-th best of all will about be:
-below that guess nothing is kept, which leaves some two candidates for each neighbor instead of six. A guess that
-proves too high costs a search of that one row.
+below that guess nothing is kept, and from what is kept of the first tiles it is guessed anew, which leaves some three
+candidates for two neighbors instead of twelve. A guess that proves too high costs a search of that one row.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ from lattqe.search.topk import DeviceTopK, RunningTopK, capacity_for, running_to
 
 WIDE_BYTES = 256 << 20  # of one block's float32 copy
 CANDIDATE_BYTES = 384 << 20  # of one block's running top-k
+SHARPER = 1 / 8, 3 / 8  # shares of a block that its rows have seen when their guess is made anew, from more of it
 GUESS_DEVIATIONS = 3  # how far above the expected rank in a sample a guess is taken: about one in 500 is too high
 FINISH_ROWS = 1024  # scored and merged at once by one thread
 MIRROR_DIM = 1024  # from which on looking a pair up in the other's list is cheaper than scoring it again
@@ -69,10 +70,17 @@ def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Pr
     def attempt() -> Lists:
         running = running_topk(lanes[0], rows, rows, lists.ids.shape[1], _known(lists))
         cuts = samples(len(rows), tile_rows(len(rows), lanes))
+        met = [0] * len(cuts)  # tiles that each has been compared with; no two threads work on one of them at a time
+        moments = {round(share * len(cuts)) for share in SHARPER} - {0, 1}
 
         def compare(products: Products, pair: tuple[int, int]) -> None:
             a, b = pair
             _feed(rows, rows, cuts[a], cuts[b], running, None if a == b else running, products, clock, diagonal=a == b)
+            for tile in {a, b}:
+                met[tile] += 1
+                if met[tile] in moments:
+                    with clock("selection"):
+                        running.sharpen(cuts[tile], guess_rank(running.k, met[tile] / len(cuts)))
 
         run_pairs(all_pairs(len(cuts)), compare, lanes)
         _score([running], running, lanes[0].threads, clock)
@@ -208,6 +216,14 @@ def _feed(
         returning.offer(visiting, p, cut.start + cut.step * q, back)
 
 
+def guess_rank(k: int, share: float) -> int:
+    """Which rank in a fair sample, that share of all, stands about for the k-th of all, rather a later than an
+    earlier one.
+    """
+    expected = k * share
+    return int(np.ceil(expected + GUESS_DEVIATIONS * np.sqrt(expected) + 1))
+
+
 def _lift(
     running: Running, cut: slice, tile: object, entries: int, total: int, products: Products, columns: bool = False
 ) -> None:
@@ -216,8 +232,7 @@ def _lift(
     """
     if not running.bare(cut):
         return
-    expected = running.k * entries / max(total, 1)
-    rank = int(np.ceil(expected + GUESS_DEVIATIONS * np.sqrt(expected) + 1))
+    rank = guess_rank(running.k, entries / max(total, 1))
     if rank < min(running.k, entries):
         running.lift(cut, products.kth(tile, rank, columns=columns), guess=True)
     elif entries >= running.k:

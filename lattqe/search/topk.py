@@ -86,6 +86,14 @@ class RunningTopK:
         if not guess:
             self.proven[cut] = np.maximum(self.proven[cut], possible)
 
+    def sharpen(self, cut: slice, rank: int) -> None:
+        """Guess the thresholds of the rows in `cut` anew: of what they were offered, `rank` are probably enough."""
+        rows = np.arange(*cut.indices(len(self.rows)))
+        width = int(self._fill[rows].max(initial=0))
+        if rank < min(self.k, width):
+            kth = np.partition(self._scores[rows, :width], width - rank, axis=1)[:, width - rank]
+            self.lift(cut, kth, guess=True)
+
     def offer(self, cut: slice | np.ndarray, i: np.ndarray, j: np.ndarray, scores: np.ndarray) -> None:
         """Take candidates: the i-th of the rows in `cut` (m,), i ascending, other rows j (m,), float32 scores (m,).
 
@@ -258,6 +266,11 @@ class DeviceTopK:
         self.threshold[cut] = torch.maximum(self.threshold[cut], possible)
         if not guess:
             self.proven[cut] = torch.maximum(self.proven[cut], possible)
+
+    def sharpen(self, cut: slice, rank: int) -> None:
+        """See RunningTopK."""
+        if rank < self.k:
+            self.lift(cut, self._scores[cut].topk(rank, dim=1).values[:, -1], guess=True)
 
     def offer(self, cut: slice, i: torch.Tensor, j: torch.Tensor, scores: torch.Tensor) -> None:
         """See RunningTopK."""
