@@ -23,7 +23,7 @@ SYMMETRIC_DIM = 256  # below, numpy loses more by mirroring A @ A.T than it gain
 TILE_ENTRIES = 4 << 20  # of one product: with its masks it stays near the last-level cache
 STRIP_ENTRIES = 1 << 17  # of a tile, compared at once with two thresholds: they stay in a core's own cache
 SAMPLED_ROWS = 32  # of a tile, on which it is seen whether one threshold for all of it lets too much pass
-SURPLUS = 2.0  # times as many entries pass one threshold: telling these apart costs no more than thresholds of their own
+SURPLUS = 2.0  # times as many entries pass one threshold: up to here it is faster than thresholds of their own
 CPU = torch.device("cpu")
 
 Passing = tuple[Any, Any, Any]
