@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from lattqe.search.device_topk import DeviceTopK
 from lattqe.search.exact import merge
 from lattqe.search.index import search_block
 from lattqe.search.lanes import with_room
 from lattqe.search.products import Block, Products
 from lattqe.search.rows import Clock, all_pairs, in_lanes, in_threads, run_pairs, tiles
-from lattqe.search.topk import DeviceTopK, RunningTopK, capacity_for, running_topk
+from lattqe.search.topk import RunningTopK, capacity_for, running_topk
 
 WIDE_BYTES = 256 << 20  # of one block's float32 copy
 CANDIDATE_BYTES = 384 << 20  # of one block's running top-k
@@ -64,8 +65,14 @@ def rows_per_block(dim: int, k: int, copied: bool = True) -> int:
     return max(min(rows, WIDE_BYTES // (4 * max(dim, 1))) if copied else rows, 1)
 
 
-def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Products], clock: Clock) -> Lists:
-    """Compare a block with itself: diagonal tiles first, so that every row has a threshold, then one triangle."""
+def compare_within(
+    rows: Block, lists: Lists, first_row: int, lanes: Sequence[Products], clock: Clock, *, alone: bool = False
+) -> Lists:
+    """Compare a block with itself: diagonal tiles first, so that every row has a threshold, then one triangle.
+
+    `alone`: it is the only block, so its lists are finished and may stay in the memory of their candidates, which is
+    up to twice as large as they are.
+    """
 
     def attempt() -> Lists:
         running = running_topk(lanes[0], rows, rows, lists.ids.shape[1], _known(lists))
@@ -85,7 +92,7 @@ def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Pr
         run_pairs(all_pairs(len(cuts)), compare, lanes)
         _score([running], running, lanes[0].threads, clock)
         redone = _search_again(rows, running, lanes, clock)
-        return _merge(running, lists, first_row, lanes[0].threads, clock, redone)
+        return _merge(running, lists, first_row, lanes[0].threads, clock, redone, running.room() if alone else None)
 
     return with_room(attempt, lanes)
 
@@ -261,12 +268,20 @@ def _score(sides: Sequence[Running], partner: Running | None, threads: int, cloc
             clock.count("scored", sum(in_threads(side.score, _cuts(side), threads)))
 
 
-def _merge(running: Running, lists: Lists, first_row: int, threads: int, clock: Clock, redone: Redone = ()) -> Lists:
+def _merge(
+    running: Running,
+    lists: Lists,
+    first_row: int,
+    threads: int,
+    clock: Clock,
+    redone: Redone = (),
+    room: tuple[np.ndarray, np.ndarray] | None = None,
+) -> Lists:
     """Merge what was found into the lists, rows in parallel; the row numbers found count from `first_row`.
 
-    `redone`: rows whose lists were found in another way.
+    `redone`: rows whose lists were found in another way. `room`: memory for the merged lists.
     """
-    merged = Lists(np.empty(lists.scores.shape), np.empty(lists.ids.shape, dtype=np.int32))
+    merged = Lists(*(room or (np.empty(lists.scores.shape), np.empty(lists.ids.shape, dtype=np.int32))))
 
     def merge_rows(start: int, stop: int) -> None:
         part = Lists(lists.scores[start:stop], lists.ids[start:stop])

@@ -71,7 +71,7 @@ def knn_graph(
             first, visiting = cuts[a][0], cuts[b][0]
             if a == b:
                 rows = block
-                lists[a] = compare_within(rows, lists[a], first, lanes, clock)
+                lists[a] = compare_within(rows, lists[a], first, lanes, clock, alone=len(cuts) == 1)
             else:
                 lists[a], lists[b] = compare_between(rows, block, lists[a], lists[b], first, visiting, lanes, clock)
     if not lists:

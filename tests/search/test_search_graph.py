@@ -104,11 +104,11 @@ def test_the_next_block_is_sent_to_a_device_while_this_one_is_compared(dtype, mo
             return there
 
     def meanwhile(compare):
-        def watched(*arguments):
+        def watched(*arguments, **options):
             compared.append(compare.__name__)
             with changed:  # nothing is compared before the next rows are there: they do not wait for it
                 assert changed.wait_for(lambda: len(sent) > min(len(compared), 5), timeout=60)
-            return compare(*arguments)
+            return compare(*arguments, **options)
 
         return watched
 
