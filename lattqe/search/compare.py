@@ -26,7 +26,7 @@ CANDIDATE_BYTES = 384 << 20  # of one block's running top-k
 SHARPER = 1 / 8, 3 / 8  # shares of a block that its rows have seen when their guess is made anew, from more of it
 GUESS_DEVIATIONS = 3  # how far above the expected rank in a sample a guess is taken: about one in 500 is too high
 FINISH_ROWS = 1024  # scored and merged at once by one thread
-MIRROR_DIM = 1024  # from which on looking a pair up in the other's list is cheaper than scoring it again
+MIRROR_DIM = 512  # from which on looking a pair up in the other's list is cheaper than scoring it again
 Running = RunningTopK | DeviceTopK
 Redone = Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]  # row numbers, their scores, their ids
 

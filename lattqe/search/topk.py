@@ -15,7 +15,7 @@ from lattqe.search.device_topk import DeviceTopK
 from lattqe.search.exact import best_of, exact_order, exact_scores, just_below
 from lattqe.search.products import Block, Products, TorchProducts
 
-RECEIVE_CHUNK = 8192  # pairs looked up at once
+RECEIVE_CHUNK = 2048  # pairs looked up at once
 SPARE = 3  # candidates that a row's buffer holds for each of its k best
 
 
@@ -141,6 +141,7 @@ class RunningTopK:
         self._wide = self._scores.view(np.float64)
         self._exact = self._wide[:, :width]
         self._exact.fill(np.nan)
+        self._ids[:, :width][np.arange(width) >= self._fill[:, None]] = -1
         self._scores = np.empty((0, 0), dtype=np.float32)
 
     def score(self, start: int, stop: int, mirror: "RunningTopK | None" = None) -> int:
@@ -150,7 +151,7 @@ class RunningTopK:
         Where `mirror` is this object, only entries with j > i are scored, the others being handed over.
         """
         width = self._exact.shape[1]
-        wanted = (np.arange(width) < self._fill[start:stop, None]) & np.isnan(self._exact[start:stop])
+        wanted = (self._ids[start:stop, :width] >= 0) & np.isnan(self._exact[start:stop])
         if mirror is self:
             wanted &= self._ids[start:stop, :width] > np.arange(start, stop)[:, None]
         i, j = start + np.repeat(np.arange(stop - start), wanted.sum(axis=1)), self._ids[start:stop, :width][wanted]
@@ -162,17 +163,19 @@ class RunningTopK:
     def _receive(self, i: np.ndarray, j: np.ndarray, scores: np.ndarray) -> None:
         """Take exact scores of pairs (i, j), for those of them that are entries here."""
         width = self._exact.shape[1]
+        # Rows in about ascending order, by a radix sort on 16 bits: those looked at twice are still in the cache.
+        near = np.argsort((i >> max(len(self.rows).bit_length() - 16, 0)).astype(np.uint16), kind="stable")
+        i, j, scores = i[near], j[near].astype(np.int32), scores[near]
         for lo in range(0, len(i), RECEIVE_CHUNK):
             part = slice(lo, lo + RECEIVE_CHUNK)
-            entry = (self._ids[i[part], :width] == j[part, None]) & (np.arange(width) < self._fill[i[part], None])
-            p, slot = np.nonzero(entry)
-            self._exact[i[part][p], slot] = scores[part][p]
+            places = np.flatnonzero(self._ids[i[part], :width] == j[part, None])
+            p = places // width
+            self._exact[i[part][p], places - p * width] = scores[part][p]
 
     def lists(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """The exact lists of rows start..stop: ((n, k) float64, (n, k) int32 of `others`), -inf and -1 missing."""
-        used = np.arange(self._exact.shape[1]) < self._fill[start:stop, None]
-        scores = np.where(used, self._exact[start:stop], -np.inf)
-        return best_of(scores, np.where(used, self._ids[start:stop, : used.shape[1]], -1), self.k)
+        ids = self._ids[start:stop, : self._exact.shape[1]]
+        return best_of(np.where(ids >= 0, self._exact[start:stop], -np.inf), ids, self.k)
 
     def room(self) -> tuple[np.ndarray, np.ndarray]:
         """Memory for the finished lists, (n, k) float64 and (n, k) int32: that of the candidates, row by row.
