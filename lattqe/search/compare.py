@@ -2,8 +2,8 @@
 
 A block's tiles are every T-th row of it, so that each is a fair sample of the whole, however the rows are ordered (a
 collection's classes often stand together). A row's first tile then tells what its k-th best of all will about be:
-below that guess nothing is kept, which leaves some two candidates for each neighbor instead of six. A guess that
-proves too high costs a search of that one row.
+below that guess nothing is kept, and from what is kept of the first tiles it is guessed anew, which leaves some three
+candidates for two neighbors instead of twelve. A guess that proves too high costs a search of that one row.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,18 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from lattqe.search.device_topk import DeviceTopK
 from lattqe.search.exact import merge
 from lattqe.search.index import search_block
 from lattqe.search.lanes import with_room
 from lattqe.search.products import Block, Products
 from lattqe.search.rows import Clock, all_pairs, in_lanes, in_threads, run_pairs, tiles
-from lattqe.search.topk import DeviceTopK, RunningTopK, capacity_for, running_topk
+from lattqe.search.topk import RunningTopK, capacity_for, running_topk
 
 WIDE_BYTES = 256 << 20  # of one block's float32 copy
 CANDIDATE_BYTES = 384 << 20  # of one block's running top-k
+SHARPER = 1 / 8, 3 / 8  # shares of a block that its rows have seen when their guess is made anew, from more of it
 GUESS_DEVIATIONS = 3  # how far above the expected rank in a sample a guess is taken: about one in 500 is too high
 FINISH_ROWS = 1024  # scored and merged at once by one thread
-MIRROR_DIM = 1024  # from which on looking a pair up in the other's list is cheaper than scoring it again
+MIRROR_DIM = 512  # from which on looking a pair up in the other's list is cheaper than scoring it again
 Running = RunningTopK | DeviceTopK
 Redone = Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]  # row numbers, their scores, their ids
 
@@ -63,21 +65,34 @@ def rows_per_block(dim: int, k: int, copied: bool = True) -> int:
     return max(min(rows, WIDE_BYTES // (4 * max(dim, 1))) if copied else rows, 1)
 
 
-def compare_within(rows: Block, lists: Lists, first_row: int, lanes: Sequence[Products], clock: Clock) -> Lists:
-    """Compare a block with itself: diagonal tiles first, so that every row has a threshold, then one triangle."""
+def compare_within(
+    rows: Block, lists: Lists, first_row: int, lanes: Sequence[Products], clock: Clock, *, alone: bool = False
+) -> Lists:
+    """Compare a block with itself: diagonal tiles first, so that every row has a threshold, then one triangle.
+
+    `alone`: it is the only block, so its lists are finished and may stay in the memory of their candidates, which is
+    up to twice as large as they are.
+    """
 
     def attempt() -> Lists:
         running = running_topk(lanes[0], rows, rows, lists.ids.shape[1], _known(lists))
         cuts = samples(len(rows), tile_rows(len(rows), lanes))
+        met = [0] * len(cuts)  # tiles that each has been compared with; no two threads work on one of them at a time
+        moments = {round(share * len(cuts)) for share in SHARPER} - {0, 1}
 
         def compare(products: Products, pair: tuple[int, int]) -> None:
             a, b = pair
             _feed(rows, rows, cuts[a], cuts[b], running, None if a == b else running, products, clock, diagonal=a == b)
+            for tile in {a, b}:
+                met[tile] += 1
+                if met[tile] in moments:
+                    with clock("selection"):
+                        running.sharpen(cuts[tile], guess_rank(running.k, met[tile] / len(cuts)))
 
         run_pairs(all_pairs(len(cuts)), compare, lanes)
         _score([running], running, lanes[0].threads, clock)
         redone = _search_again(rows, running, lanes, clock)
-        return _merge(running, lists, first_row, lanes[0].threads, clock, redone)
+        return _merge(running, lists, first_row, lanes[0].threads, clock, redone, running.room() if alone else None)
 
     return with_room(attempt, lanes)
 
@@ -208,6 +223,14 @@ def _feed(
         returning.offer(visiting, p, cut.start + cut.step * q, back)
 
 
+def guess_rank(k: int, share: float) -> int:
+    """Which rank in a fair sample, that share of all, stands about for the k-th of all, rather a later than an
+    earlier one.
+    """
+    expected = k * share
+    return int(np.ceil(expected + GUESS_DEVIATIONS * np.sqrt(expected) + 1))
+
+
 def _lift(
     running: Running, cut: slice, tile: object, entries: int, total: int, products: Products, columns: bool = False
 ) -> None:
@@ -216,8 +239,7 @@ def _lift(
     """
     if not running.bare(cut):
         return
-    expected = running.k * entries / max(total, 1)
-    rank = int(np.ceil(expected + GUESS_DEVIATIONS * np.sqrt(expected) + 1))
+    rank = guess_rank(running.k, entries / max(total, 1))
     if rank < min(running.k, entries):
         running.lift(cut, products.kth(tile, rank, columns=columns), guess=True)
     elif entries >= running.k:
@@ -246,12 +268,20 @@ def _score(sides: Sequence[Running], partner: Running | None, threads: int, cloc
             clock.count("scored", sum(in_threads(side.score, _cuts(side), threads)))
 
 
-def _merge(running: Running, lists: Lists, first_row: int, threads: int, clock: Clock, redone: Redone = ()) -> Lists:
+def _merge(
+    running: Running,
+    lists: Lists,
+    first_row: int,
+    threads: int,
+    clock: Clock,
+    redone: Redone = (),
+    room: tuple[np.ndarray, np.ndarray] | None = None,
+) -> Lists:
     """Merge what was found into the lists, rows in parallel; the row numbers found count from `first_row`.
 
-    `redone`: rows whose lists were found in another way.
+    `redone`: rows whose lists were found in another way. `room`: memory for the merged lists.
     """
-    merged = Lists(np.empty(lists.scores.shape), np.empty(lists.ids.shape, dtype=np.int32))
+    merged = Lists(*(room or (np.empty(lists.scores.shape), np.empty(lists.ids.shape, dtype=np.int32))))
 
     def merge_rows(start: int, stop: int) -> None:
         part = Lists(lists.scores[start:stop], lists.ids[start:stop])

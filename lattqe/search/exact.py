@@ -215,9 +215,9 @@ def merge(lists: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.nd
 
 def published(scores: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Turn inner lists (float64, -inf where missing) into what is stored: D float32 (0 where missing), I int32."""
-    rounded = scores.astype(np.float32)
+    rounded = scores.astype(np.float32, order="C")
     rounded[ids < 0] = 0.0
-    return rounded, ids.astype(np.int32, copy=False)
+    return rounded, np.ascontiguousarray(ids, dtype=np.int32)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def knn_graph(
             first, visiting = cuts[a][0], cuts[b][0]
             if a == b:
                 rows = block
-                lists[a] = compare_within(rows, lists[a], first, lanes, clock)
+                lists[a] = compare_within(rows, lists[a], first, lanes, clock, alone=len(cuts) == 1)
             else:
                 lists[a], lists[b] = compare_between(rows, block, lists[a], lists[b], first, visiting, lanes, clock)
     if not lists:
@@ -117,35 +117,37 @@ def fastest_kind(
     The graph of the sample is computed by every kind in turn, with neighbors in the same proportion to the rows, so
     that as many entries of a tile are worth keeping as there will be. Takes about `seconds`; of a small graph only the
     first kind is tried, on a few rows. Another must be clearly faster than it. The second engine, "faiss", has its own
-    kind.
+    kind. Kinds of the CPU are compared by their processor time, which other programs disturb far less than the clock.
     """
     small = float(rows) ** 2 * x.shape[1] < MEASURED_FLOPS
     k = max(round(k * len(x) / max(rows, 1)), 1)
 
-    def spent(sample: np.ndarray, kind: str) -> float:
-        started = time.perf_counter()
+    taken = time.process_time if device is None or device.type == "cpu" else time.perf_counter
+
+    def spent(sample: np.ndarray, kind: str) -> np.ndarray:
+        before = np.array([taken(), time.perf_counter()])
         if kind == "faiss":
             faiss_graph(sample, k, device=device)
         else:
             knn_graph(sample, k, device=device, kind=kind)
-        return time.perf_counter() - started
+        return np.array([taken(), time.perf_counter()]) - before  # what is compared, and on the clock
 
     kinds = ("faiss",) if engine == "faiss" else kinds_for(device)
     trial = x[:: -(-len(x) // TRIAL_ROWS)]
+    # Twice, as the first time pays for loading libraries.
+    first = {kind: np.minimum(spent(trial, kind), spent(trial, kind)) for kind in (kinds[:1] if small else kinds)}
     if small:
-        took = min(spent(trial, kinds[0]), spent(trial, kinds[0]))  # the first time pays for loading libraries
-        return kinds[0], len(trial) ** 2 / 2 / max(took, 1e-9)
-    first = {kind: min(spent(trial, kind), spent(trial, kind)) for kind in kinds}
-    likely = [kind for kind, took in first.items() if took < HOPELESS * min(first.values())]
-    best: dict[str, float] = dict.fromkeys(likely, np.inf)
+        return kinds[0], len(trial) ** 2 / 2 / max(first[kinds[0]][1], 1e-9)
+    likely = [kind for kind, took in first.items() if took[0] <= HOPELESS * min(each[0] for each in first.values())]
+    best = {kind: np.full(2, np.inf) for kind in likely}
     deadline = time.perf_counter() + seconds
-    while np.isinf(best[likely[-1]]) or time.perf_counter() < deadline:
+    while np.isinf(best[likely[-1]][0]) or time.perf_counter() < deadline:
         for kind in likely:
-            best[kind] = min(best[kind], spent(x, kind))
-    kind = min(likely, key=best.__getitem__)
-    if best.get(kinds[0], np.inf) < CLEARLY * best[kind]:
+            best[kind] = np.minimum(best[kind], spent(x, kind))
+    kind = min(likely, key=lambda each: best[each][0])
+    if kinds[0] in best and best[kinds[0]][0] < CLEARLY * best[kind][0]:
         kind = kinds[0]
-    return kind, len(x) ** 2 / 2 / max(best[kind], 1e-9)
+    return kind, len(x) ** 2 / 2 / max(best[kind][1], 1e-9)
 
 
 def faiss_lists(

@@ -22,6 +22,8 @@ from lattqe.search.rows import Rows, as_tensor, check_rows, pieces_of, row_range
 SYMMETRIC_DIM = 256  # below, numpy loses more by mirroring A @ A.T than it gains by computing half of it
 TILE_ENTRIES = 4 << 20  # of one product: with its masks it stays near the last-level cache
 STRIP_ENTRIES = 1 << 17  # of a tile, compared at once with two thresholds: they stay in a core's own cache
+SAMPLED_ROWS = 32  # of a tile, on which it is seen whether one threshold for all of it lets too much pass
+SURPLUS = 2.0  # times as many entries pass one threshold: up to here it is faster than thresholds of their own
 CPU = torch.device("cpu")
 
 Passing = tuple[Any, Any, Any]
@@ -131,14 +133,18 @@ class NumpyProducts:
         return j[order], i[order], scores[order]
 
     def passing_both(self, tile: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> tuple[Passing, Passing]:
-        """See Products. What is above the lower of its two thresholds is found at once, and then told apart."""
+        """See Products. What is above the lower of its two thresholds is found at once, and then told apart.
+
+        Where thresholds differ little, comparing all with the lowest of them is several times as fast.
+        """
         mask, columns = self._mask[: tile.size].reshape(tile.shape), np.ascontiguousarray(columns)
-        height = max(STRIP_ENTRIES // max(tile.shape[1], 1), 1)
-        lower = np.empty((height, tile.shape[1]), dtype=np.float32)
-        for lo in range(0, len(tile), height):
-            strip = slice(lo, lo + height)
-            least = np.minimum(rows[strip, None], columns, out=lower[: len(tile) - lo])
-            np.greater(tile[strip], least, out=mask[strip])
+        lowest = np.minimum(rows.min(initial=np.inf), columns.min(initial=np.inf))
+        sample = slice(None, None, -(-max(len(tile), 1) // SAMPLED_ROWS))
+        pass_own = np.count_nonzero(tile[sample] > np.minimum(rows[sample, None], columns))
+        if np.count_nonzero(tile[sample] > lowest) <= SURPLUS * pass_own:
+            np.greater(tile, lowest, out=mask)
+        else:
+            _above_lower(tile, rows, columns, mask)
         i, j, scores = _entries(tile, mask)
         of_rows, of_columns = np.flatnonzero(scores > rows[i]), np.flatnonzero(scores > columns[j])
         of_columns = of_columns[_by_column(j[of_columns], tile.shape[1])]
@@ -264,6 +270,16 @@ class CoarseTorchProducts(TorchProducts):
 
     def _product(self, a: Any, b: Any, out: torch.Tensor) -> torch.Tensor:
         return multiply_codes(a, b, self.form, out)
+
+
+def _above_lower(tile: np.ndarray, rows: np.ndarray, columns: np.ndarray, mask: np.ndarray) -> None:
+    """Set `mask` where an entry is above the lower of the thresholds of its row and its column."""
+    height = max(STRIP_ENTRIES // max(tile.shape[1], 1), 1)
+    lower = np.empty((height, tile.shape[1]), dtype=np.float32)
+    for lo in range(0, len(tile), height):
+        strip = slice(lo, lo + height)
+        least = np.minimum(rows[strip, None], columns, out=lower[: len(tile) - lo])
+        np.greater(tile[strip], least, out=mask[strip])
 
 
 def _entries(tile: np.ndarray, mask: np.ndarray) -> Passing:

@@ -198,6 +198,33 @@ def test_thresholds_guessed_from_a_sample_change_nothing(kind, k, monkeypatch):
         assert again == 1500
 
 
+@pytest.mark.parametrize(
+    "lanes", [lambda: [NumpyProducts(tile=25)], lambda: [TorchProducts(torch.device("cpu"), tile=25)]]
+)
+@pytest.mark.parametrize("kind", ["random", "sorted", "periodic", "near", "lattice"])
+def test_thresholds_guessed_anew_keep_fewer_candidates_and_change_nothing(kind, lanes, monkeypatch):
+    """Tiles of 25 of 1,500 rows: a row's first guess is made from 24 others, the next ones from 200 and 550."""
+    xb, expected = many_rows(kind)
+    offered = {}
+    for moments in ((), compare_module.SHARPER):
+        taken = offered.setdefault(moments, [])
+
+        def watched(products, *arguments, taken=taken):
+            running = running_topk(products, *arguments)
+            offer = running.offer
+            running.offer = lambda cut, i, *candidates: (taken.append(len(i)), offer(cut, i, *candidates))
+            return running
+
+        monkeypatch.setattr(compare_module, "SHARPER", moments)
+        monkeypatch.setattr(compare_module, "running_topk", watched)
+        use_lanes(monkeypatch, lanes())
+        ids, scores = knn_graph(xb, 50)
+        np.testing.assert_array_equal(ids, expected[0][:, :50])
+        np.testing.assert_array_equal(scores, expected[1][:, :50])
+    without, sharper = (sum(taken) for taken in offered.values())
+    assert sharper < 0.8 * without if kind in ("random", "sorted") else sharper <= without
+
+
 @pytest.mark.parametrize("kind", ["random", "duplicates", "near"])
 def test_the_gpu_path_gives_the_same_bytes(kind, monkeypatch):
     """The torch implementation that serves GPUs, on torch's CPU device."""
@@ -344,7 +371,7 @@ def test_much_work_is_multiplied_by_the_faster_library_and_gives_the_same(monkey
 def test_the_faster_library_is_found_by_multiplying(monkeypatch, numpy_takes, torch_takes, expected):
     """The one that takes clearly less time; the first where they are alike."""
     now = [0.0]
-    monkeypatch.setattr(lanes_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(lanes_module.time, "thread_time", lambda: now[0])
     for kind, takes in ((NumpyProducts, numpy_takes), (MklProducts, torch_takes)):
 
         def product(self, a, b, out, takes=takes):

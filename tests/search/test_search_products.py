@@ -13,7 +13,8 @@ from test_search_exact import KINDS, data, slow_graph, slow_topk, use_lanes
 
 from lattqe.device import exact_convolutions, matmul_precision
 from lattqe.errors import LattqeError
-from lattqe.search import FlatIndex, index, knn_graph, topk
+from lattqe.search import FlatIndex, device_topk, index, knn_graph, topk
+from lattqe.search import products as products_module
 from lattqe.search.exact import FORMATS, encode, exact_scores
 from lattqe.search.lanes import CPU_KINDS, kinds_for
 from lattqe.search.products import STRIP_ENTRIES, Block, CoarseTorchProducts, TorchProducts
@@ -183,7 +184,7 @@ def test_float16_rows_are_scored_on_the_device(kind, monkeypatch):
     rng = np.random.default_rng(5)
     xb = np.concatenate([data(rows, rng, 120, 32, np.float16) for rows in ("random", "duplicates", "near")])
     expected = knn_graph(xb, 11)
-    monkeypatch.setattr(topk_module, "exact_scores", None)
+    monkeypatch.setattr(device_topk, "exact_scores", None)
     use_lanes(monkeypatch, [MAKE[f"torch device {kind}"](tile=128)])
     for block_rows in (None, 130):
         for found, wanted in zip(knn_graph(xb, 11, block_rows=block_rows), expected):
@@ -277,9 +278,15 @@ def test_stored_rows_are_gathered_in_their_own_width():
     assert index.gather(rows).dtype == np.float32
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, np.inf])
-def test_rows_and_columns_looked_at_once_are_those_looked_at_one_after_the_other(spread):
-    """Thresholds alike, far apart or missing, every third of a longer array; the tile is more than one strip."""
+@pytest.mark.parametrize(("spread", "together"), [(0.0, True), (0.1, True), (3.0, False), (np.inf, False)])
+def test_rows_and_columns_looked_at_once_are_those_looked_at_one_after_the_other(spread, together, monkeypatch):
+    """Thresholds alike, far apart or missing, every third of a longer array; the tile is more than one strip.
+
+    Alike, the lowest of them is enough to find what is then told apart.
+    """
+    apart = []
+    above_lower = products_module._above_lower
+    monkeypatch.setattr(products_module, "_above_lower", lambda *args: (apart.append(1), above_lower(*args)))
     rng = np.random.default_rng(0)
     tile = rng.standard_normal((500, 300)).astype(np.float32)
     tile[rng.integers(0, 500, 900), rng.integers(0, 300, 900)] = 2.0  # some equal a threshold
@@ -297,3 +304,4 @@ def test_rows_and_columns_looked_at_once_are_those_looked_at_one_after_the_other
     np.testing.assert_array_equal(found[0][0], i)
     np.testing.assert_array_equal(found[0][1], j)
     assert tile.size > STRIP_ENTRIES
+    assert bool(apart) != together
