@@ -33,6 +33,7 @@ from lattqe.search.rows import Clock, Rows, all_pairs, check_k, check_rows, row_
 SAMPLE_FLOPS = 4e9  # for each thread, of the graph of the sample that is measured: about a twentieth of a second
 SAMPLE_ROWS = 1024, 8192
 MEASURED_FLOPS = 5e10  # of a whole graph, a second or so: below, measuring takes longer than the best kind saves
+TURNS = 3  # of each kind at least: the first touches memory that the following kinds find ready
 TRIAL_ROWS, HOPELESS = 256, 3.0  # a kind that is this many times slower on a small trial is not measured further
 SPARE = 32  # candidates beyond k: enough that few rows of ordinary data go without a certificate
 GPU_CANDIDATES = 2048  # the most that faiss selects on a GPU
@@ -142,7 +143,9 @@ def fastest_kind(
     likely = [kind for kind, took in first.items() if took[0] <= HOPELESS * min(each[0] for each in first.values())]
     best = {kind: np.full(2, np.inf) for kind in likely}
     deadline = taken() + seconds * (torch.get_num_threads() if on_cpu else 1)  # as many turns on a crowded machine
-    while np.isinf(best[likely[-1]][0]) or taken() < deadline:
+    turns = 0
+    while turns < (TURNS if seconds else 1) or taken() < deadline:
+        turns += 1
         for kind in likely:
             best[kind] = np.minimum(best[kind], spent(x, kind))
     kind = min(likely, key=lambda each: best[each][0])
