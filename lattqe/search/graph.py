@@ -139,7 +139,7 @@ def fastest_kind(
     # Twice, as the first time pays for loading libraries.
     first = {kind: np.minimum(spent(trial, kind), spent(trial, kind)) for kind in (kinds[:1] if small else kinds)}
     if small:
-        return kinds[0], len(trial) ** 2 / 2 / max(first[kinds[0]][1], 1e-9)
+        return kinds[0], len(trial) ** 2 / 2 / max(float(first[kinds[0]][1]), 1e-9)
     likely = [kind for kind, took in first.items() if took[0] <= HOPELESS * min(each[0] for each in first.values())]
     best = {kind: np.full(2, np.inf) for kind in likely}
     deadline = taken() + seconds * (torch.get_num_threads() if on_cpu else 1)  # as many turns on a crowded machine
@@ -151,7 +151,7 @@ def fastest_kind(
     kind = min(likely, key=lambda each: best[each][0])
     if kinds[0] in best and best[kinds[0]][0] < CLEARLY * best[kind][0]:
         kind = kinds[0]
-    return kind, len(x) ** 2 / 2 / max(best[kind][1], 1e-9)
+    return kind, len(x) ** 2 / 2 / max(float(best[kind][1]), 1e-9)
 
 
 def faiss_lists(
