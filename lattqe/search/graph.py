@@ -33,6 +33,7 @@ from lattqe.search.rows import Clock, Rows, all_pairs, check_k, check_rows, row_
 SAMPLE_FLOPS = 4e9  # for each thread, of the graph of the sample that is measured: about a twentieth of a second
 SAMPLE_ROWS = 1024, 8192
 MEASURED_FLOPS = 5e10  # of a whole graph, a second or so: below, measuring takes longer than the best kind saves
+TURNS = 3  # of each kind at least: the first touches memory that the following kinds find ready
 TRIAL_ROWS, HOPELESS = 256, 3.0  # a kind that is this many times slower on a small trial is not measured further
 SPARE = 32  # candidates beyond k: enough that few rows of ordinary data go without a certificate
 GPU_CANDIDATES = 2048  # the most that faiss selects on a GPU
@@ -122,7 +123,8 @@ def fastest_kind(
     small = float(rows) ** 2 * x.shape[1] < MEASURED_FLOPS
     k = max(round(k * len(x) / max(rows, 1)), 1)
 
-    taken = time.process_time if device is None or device.type == "cpu" else time.perf_counter
+    on_cpu = device is None or device.type == "cpu"
+    taken = time.process_time if on_cpu else time.perf_counter
 
     def spent(sample: np.ndarray, kind: str) -> np.ndarray:
         before = np.array([taken(), time.perf_counter()])
@@ -137,17 +139,19 @@ def fastest_kind(
     # Twice, as the first time pays for loading libraries.
     first = {kind: np.minimum(spent(trial, kind), spent(trial, kind)) for kind in (kinds[:1] if small else kinds)}
     if small:
-        return kinds[0], len(trial) ** 2 / 2 / max(first[kinds[0]][1], 1e-9)
+        return kinds[0], len(trial) ** 2 / 2 / max(float(first[kinds[0]][1]), 1e-9)
     likely = [kind for kind, took in first.items() if took[0] <= HOPELESS * min(each[0] for each in first.values())]
     best = {kind: np.full(2, np.inf) for kind in likely}
-    deadline = time.perf_counter() + seconds
-    while np.isinf(best[likely[-1]][0]) or time.perf_counter() < deadline:
+    deadline = taken() + seconds * (torch.get_num_threads() if on_cpu else 1)  # as many turns on a crowded machine
+    turns = 0
+    while turns < (TURNS if seconds else 1) or taken() < deadline:
+        turns += 1
         for kind in likely:
             best[kind] = np.minimum(best[kind], spent(x, kind))
     kind = min(likely, key=lambda each: best[each][0])
     if kinds[0] in best and best[kinds[0]][0] < CLEARLY * best[kind][0]:
         kind = kinds[0]
-    return kind, len(x) ** 2 / 2 / max(best[kind][1], 1e-9)
+    return kind, len(x) ** 2 / 2 / max(float(best[kind][1]), 1e-9)
 
 
 def faiss_lists(
