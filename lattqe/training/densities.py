@@ -285,6 +285,7 @@ def _shrunk(
     target = int(np.exp(rng.uniform(np.log(min(fewest, most)), np.log(most))))
     if len(kept) > target and rng.random() < 0.6:
         order = rng.permutation(len(sizes))
+        order = order[sizes[order] > 0]  # of classes that the world does not have nothing would be left
         fits = max(FEWEST_CLASSES, int((np.cumsum(sizes[order]) <= target).sum()))
         stays = np.zeros(len(sizes), dtype=bool)
         stays[order[:fits]] = True

@@ -18,7 +18,16 @@ from lattqe.store import load_model
 from lattqe.training import make, train
 from lattqe.training.checkpoint import Team
 from lattqe.training.config import GATED, preset
-from lattqe.training.densities import DensitySampler, _adapted, _altered, _around, _clusters, scaled_rows
+from lattqe.training.densities import (
+    WHOLE,
+    DensitySampler,
+    _adapted,
+    _altered,
+    _around,
+    _clusters,
+    _shrunk,
+    scaled_rows,
+)
 from lattqe.training.plan import join
 from lattqe.training.stage import TrainingStage, hop
 from lattqe.training.validation import ValidationSet, density_sets
@@ -103,6 +112,15 @@ def test_worlds_are_dense_and_sparse(data, config):
     assert max(found) >= 8
     widths = {sampler.batch(step, slice(0, 8)).candidates.shape[1] for step in range(12)}
     assert {8, 16} <= widths <= {8, 16, 64}  # 64: rectified
+
+
+def test_a_world_that_is_made_smaller_keeps_classes_that_it_has():
+    inverse, sizes = np.repeat([7, 31], 60), np.zeros(40, dtype=np.int64)
+    sizes[[7, 31]] = 60
+    limit = np.where(sizes > 0, WHOLE, 0)
+    for seed in range(200):
+        kept = _shrunk(np.random.default_rng(seed), np.arange(120), inverse, sizes, limit, 40)
+        assert 0 < len(kept) <= 120
 
 
 def test_worlds_cut_alike_have_no_large_class(data):
