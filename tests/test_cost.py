@@ -26,7 +26,7 @@ from cluster.graph import Progress
 from cluster.graph_worker import GraphWorker, agree_on_cut
 from lattqe import adaptation
 from lattqe.benchmark.cells import Cell
-from lattqe.benchmark.spec import Placement as Step
+from lattqe.benchmark.spec import Setting as Step
 from lattqe.cost import Cost, Machines, cut_rows
 from lattqe.cost.augment import joined_rows, weighing
 from lattqe.cost.graph import BASE_BYTES

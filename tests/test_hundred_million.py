@@ -37,7 +37,7 @@ def watch():
 threading.Thread(target=watch, daemon=True).start()
 from cluster.graph import Progress
 from cluster.growth import SLAB_ROWS, _Driver
-from lattqe.augmentation import Augmentation, begin_index
+from lattqe.augmentation.index import Augmentation, begin_index
 from lattqe.augmentation.growth import Growth, join_features, kept_rows
 from lattqe.augmentation.index import items_to_do
 from lattqe.cost.rows import graph_on_ray

@@ -20,7 +20,7 @@ ROWS, DIM, K, BLOCK = 900, 12, 5, 64
 KILLED = """
 import os, signal, sys
 import torch
-from lattqe.augmentation import Augmentation, AugmentWorker, build_index
+from lattqe.augmentation.index import Augmentation, AugmentWorker, build_index
 torch.set_num_threads(int(sys.argv[4]))
 real, calls = AugmentWorker.write_piece, []
 def write_piece(self, start, vectors):
