@@ -92,7 +92,7 @@ def test_a_benchmark_makes_the_bytes_that_augment_makes(
     code, _, shown = call_lattqe("augment", features.uri, *asked)
     assert code == 0, shown
     notes: list[str] = []
-    indexes = Indexes(str(tmp_path / "run"), {}, None, None, {})
+    indexes = Indexes(str(tmp_path / "run"), None, None, {})
     indexes.tell = notes.append
     with indexes.augmented("key", [features], Setting("aqewd", K, tuple(sorted(params.items()))), K) as (_, rows):
         assert rows.digest == FeatureSet.open(str(tmp_path / "index")).digest
