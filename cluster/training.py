@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import ActorDiedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.blocks import ACTOR_LOST
@@ -89,7 +90,7 @@ class Board:
 
 def run_worker(config: dict[str, Any]) -> None:
     """What each worker runs: train as long as there is a board; without one the driver has given up, and so do they."""
-    with suppress(*ACTOR_LOST):
+    with suppress(ActorDiedError):  # one that is only out of reach is asked again by workers that start anew
         _train_as_one_of_a_team(config)
 
 

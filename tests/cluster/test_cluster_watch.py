@@ -3,6 +3,7 @@
 from unittest.mock import MagicMock
 
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from cluster import monitor
 
@@ -46,3 +47,19 @@ def test_a_training_is_counted_from_where_it_began(monkeypatch):
     assert sum(call.args[0] for call in counters.rows.inc.call_args_list) == 5 * 64
     assert counters.lost.inc.call_count == 1, "a restart is a loss"
     assert len(shown) == 5
+
+
+def test_workers_leave_without_an_error_only_where_their_board_is_dead(monkeypatch):
+    """One that is out of reach for a while must not end the training as if there were a model."""
+    from cluster import training
+
+    def raising(error):
+        def work(config):
+            raise error
+
+        monkeypatch.setattr(training, "_train_as_one_of_a_team", work)
+        training.run_worker({})
+
+    raising(ActorDiedError())
+    with pytest.raises(ActorUnavailableError):
+        raising(ActorUnavailableError("out of reach", b"0" * 16))
