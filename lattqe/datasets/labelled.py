@@ -227,9 +227,14 @@ def _checked(db: Mapping[str, Any]) -> SfmHalf:
 
 
 def _integers(value: Any, key: str) -> NDArray[np.int64]:
-    array = np.asarray(value).reshape(-1) if isinstance(value, (Sequence, np.ndarray)) else np.array(["?"])
-    if array.size and array.dtype.kind not in "iu":
-        raise LattqeError(f"{key} must be a list of whole numbers, found {value!r:.60}")
+    try:
+        if not isinstance(value, (Sequence, np.ndarray)):
+            raise ValueError
+        array = np.asarray(value).reshape(-1)  # lists within lists of different lengths: ValueError
+        if array.size and array.dtype.kind not in "iu":
+            raise ValueError
+    except ValueError:
+        raise LattqeError(f"{key} must be a list of whole numbers, found {value!r:.60}") from None
     return array.astype(np.int64)
 
 

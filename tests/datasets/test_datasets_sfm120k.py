@@ -39,6 +39,7 @@ def test_both_halves(tmp_path):
     ({"cluster": [-1, 2, 3, 4, 5]}, r"clusters must be 0 or more and fit int32, found -1..5"),
     ({"cluster": ["x"] * 5}, "cluster must be a list of whole numbers"),
     ({"cluster": 4}, "cluster must be a list of whole numbers"),
+    ({"cluster": [1, [2, 3], 4, 5, 6]}, "cluster must be a list of whole numbers"),
     ({"qidxs": [0, 5, 1]}, "qidxs names row 5 of 5 images"),
     ({"pidxs": [-1, 0, 1]}, "pidxs names row -1"),
     ({"pidxs": [1]}, "3 qidxs for 1 pidxs"),
