@@ -34,6 +34,33 @@ BASE = "s3://test-bucket/million"
 MODEL = Path(lattqe.__file__).parent / "models" / "universal"
 CHECKED = (("the graph", "features", "graph"), ("the graph of adapted rows", "index/adapted", "index/neighbors"))
 
+# One setting each, for classes of fifty and more images. DQE augments no rows: the negatives of each are its lowest rows,
+# a second comparison of all with all.
+RIVALS = """
+[[method]]
+method = "aqe"
+nqe = 6
+ndba = 8
+nqe_with_dba = 4
+
+[[method]]
+method = "aqewd"
+nqe = 8
+ndba = 12
+nqe_with_dba = 12
+
+[[method]]
+method = "alphaqe"
+nqe = 10
+alpha = 3
+ndba = 24
+nqe_with_dba = 16
+
+[[method]]
+method = "dqe"
+nqe = 4
+"""
+
 RUN = f"""title = "The photographs with and without distractors"
 bootstrap = 1000
 nqe_sweep = [8]
@@ -48,12 +75,7 @@ queries = "{BASE}/queries"
 name = "drawn"
 features = "{BASE}/distractors"
 
-[[method]]
-method = "aqewd"
-nqe = 8
-ndba = 12
-nqe_with_dba = 12
-
+{RIVALS}
 [[method]]
 method = "lattqe"
 model = "{MODEL}"

@@ -1,6 +1,7 @@
 """The `lattqe` command: its verbs in the order of the pipeline, each loaded only when it is called."""
 
 import difflib
+import gc
 import importlib
 import io
 import os
@@ -28,8 +29,14 @@ class Verb:
     app: str = "app"  # what it is called in its module, which may hold several verbs
 
     def load(self) -> typer.Typer:
-        """Import the module, which takes time, and return the application."""
+        """Import the module, which takes time, and return the application.
+
+        The collector of garbage would look through a million new objects, none of them garbage, a dozen times.
+        """
+        gc.disable()
         app: typer.Typer = getattr(importlib.import_module(self.module), self.app)
+        gc.freeze()
+        gc.enable()
         return app
 
 

@@ -249,7 +249,6 @@ def report(
     """Print what was made and what it took; `before`: facts of what came first, `more`: of the verb's own."""
     made, summary = stages[-1], reduce(lambda first, then: first.then(then), [each.summary for each in stages])
     to, ran = made.stage.task.to, _on_ray(stages)
-    spent = {name: round(seconds, 2) for name, seconds in summary.seconds.items()}
     facts: dict[str, Any] = {
         "index": to,
         "digest": made.manifest.digest,
@@ -257,7 +256,7 @@ def report(
         "expanded_rows": summary.expanded,
         "seconds": round(summary.took, 2),
         "seconds_after_start": round(summary.working, 3),
-        "worker_seconds": spent,
+        "worker_seconds": {name: round(seconds, 2) for name, seconds in summary.seconds.items()},
         "worker_cpu_seconds": round(summary.cpu, 2),
         "peak_worker_bytes": summary.peak_bytes,
         **(before or {}),
@@ -272,22 +271,11 @@ def report(
     if json:
         print_json(facts)
     rate = summary.expanded / max(summary.working, 1e-9)
-    readable = {name: _readable(value) for name, value in facts.items()}
-    predicted = ran.get("predicted_worker_bytes")
     show_table(
         f"{verb} {to}",
-        readable
+        facts
         | {
             "seconds_after_start": f"{summary.working:.2f} ({rate:,.0f} rows/s)",
             "peak_worker_bytes": f"{human_bytes(summary.peak_bytes)}, mapped files included",
-            "worker_seconds": ", ".join(f"{name} {seconds}" for name, seconds in spent.items()),
-        }
-        | ({"predicted_worker_bytes": human_bytes(predicted)} if predicted else {}),
+        },
     )
-
-
-def _readable(value: Any) -> Any:
-    """A fact on one line: numbers with commas, facts of an earlier stage one after the other."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_readable(each)}" for name, each in value.items())
-    return f"{value:,}" if isinstance(value, int) else value

@@ -42,11 +42,13 @@ def redacted(text: str) -> str:
 class JsonLines(logging.Handler):
     """Appends each record as one line in one write, so that several jobs may share a file."""
 
+    file: int | None = None  # of a file that could not be opened too: `logging` closes what it knows of at exit
+
     def __init__(self, path: str, job: str) -> None:
         super().__init__()
         self.path, self.always = path, {"job": job, "run": secrets.token_hex(4)}
         try:
-            self.file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         except OSError as error:
             raise LattqeError(
                 f"cannot write the log file {path} ({error.strerror}): --log-file must be a local file in "

@@ -133,7 +133,7 @@ def main(
     facts = {"graph": to, "digest": manifest.digest, "rows": manifest.rows, "k": k} | took | promise(manifest)
     if json:
         print_json(facts)
-    show_table(f"neighbors in {to}", {name: _readable(name, value) for name, value in facts.items()})
+    show_table(f"neighbors in {to}", facts)
 
 
 def made(
@@ -384,14 +384,6 @@ def facts_of(summary: "GraphSummary", plan: "GraphPlan", left: int) -> dict[str,
         "retries": summary.blocks.retries,
         "workers_lost": summary.blocks.actors_lost,
     }
-
-
-def _readable(name: str, value: Any) -> Any:
-    if name.endswith("_bytes"):
-        return human_bytes(value)
-    if name == "worker_seconds":
-        return ", ".join(f"{what} {spent}" for what, spent in value.items())
-    return f"{value:,}" if name == "rows" else value
 
 
 app = command(main)

@@ -16,7 +16,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lattqe.errors import LattqeError
-from lattqe.search.index import StoredIndex
 from lattqe.store import FeatureSet, NeighborGraph, Ranks
 from lattqe.store.export import plain_cell
 from lattqe.store.features import NORM_TOLERANCE
@@ -193,6 +192,8 @@ def find_leakage(
             f"{other.rows:,} × {features.rows:,} rows are too many to search in this process: run "
             f"`lattqe search {features.uri} {other.uri} -k 1 --to RANKS` and give --graph RANKS"
         )
+    from lattqe.search.index import StoredIndex  # and torch with it, which those who evaluate ranks do without
+
     index = StoredIndex([features])
     found, best = np.empty(len(asked), np.int64), np.empty(len(asked), np.float32)
     for start in range(0, len(asked), QUERY_ROWS):

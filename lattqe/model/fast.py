@@ -62,7 +62,7 @@ class Int8Linear:
 
 PRECISIONS = ("float32", "int8", "half")
 TOKENS = 1024  # tokens computed at once on a CPU: products at full speed, activations within the cache
-TOKENS_OF_ROWS = 4096  # the same for relational networks without the vectors of long lists
+TOKENS_OF_LISTS = 4096  # the same for relational networks, whose tokens are narrow
 TOKENS_GPU = 16384  # enough work for a GPU, some hundred megabytes
 
 Dense = Callable[[torch.Tensor], torch.Tensor]
@@ -145,7 +145,7 @@ class FastLAttQE:
 
     def _relational(self, items: torch.Tensor, valid: torch.Tensor, dba: bool, k: int | None) -> torch.Tensor:
         """The relational network as it is: its products are small beside the similarities, which stay in float32."""
-        step = max(1, (TOKENS_GPU if self.device.type == "cuda" else TOKENS) // items.shape[1])
+        step = max(1, (TOKENS_GPU if self.device.type == "cuda" else TOKENS_OF_LISTS) // items.shape[1])
         parts = [torch.empty((0, items.shape[1]), device=self.device)]
         with torch.inference_mode():
             for rows in range(0, len(items), step):
@@ -158,7 +158,7 @@ class FastLAttQE:
         (n, 1 + k, D), and what is known of the rest of their lists: as `weights` with dba gives from all vectors.
         """
         self.network.check_width(items.shape[-1])
-        step = max(1, (TOKENS_GPU if self.device.type == "cuda" else TOKENS_OF_ROWS) // items.shape[1])
+        step = max(1, (TOKENS_GPU if self.device.type == "cuda" else TOKENS_OF_LISTS) // items.shape[1])
         parts = [torch.empty((0, items.shape[1]), device=self.device)]
         with torch.inference_mode():
             for start in range(0, len(items), step):
