@@ -34,8 +34,8 @@ BASE = "s3://test-bucket/million"
 MODEL = Path(lattqe.__file__).parent / "models" / "universal"
 CHECKED = (("the graph", "features", "graph"), ("the graph of adapted rows", "index/adapted", "index/neighbors"))
 
-# One setting each, for classes of fifty and more images. DQE augments no rows: the negatives of each are its lowest rows,
-# a second comparison of all with all.
+# One setting each, for classes of fifty and more images. DQE augments no rows: the negatives of each are its lowest
+# rows, a second comparison of all with all.
 RIVALS = """
 [[method]]
 method = "aqe"

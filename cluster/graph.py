@@ -371,9 +371,12 @@ def build_approximate(
     started, pending = time.monotonic(), pending or Pending.attach(task.to)
     check_parts(pending)
     rows = in_one([piece for each in open_sets(task) for piece in each.pieces()])
-    made = Approximated(agree_on_clusters(pending, rows, task).facts(), planning=time.monotonic() - started)
+    found = agree_on_clusters(pending, rows, task)
+    made = Approximated(found.facts(), planning=time.monotonic() - started)
     missing, grows = pending.missing(), workers is None
-    workers, threads, _ = approximate_workers(task, pending, workers)
+    workers = min(workers or int(ray.cluster_resources().get("CPU", 1)), max(len(missing), 1))
+    threads = threads_for(workers)
+    made.predicted_bytes = approximate_worker_bytes(task, threads, found.nearest.shape[1])
     require_resources({"CPU": threads}, workers)
     actors = ray.remote(num_cpus=threads)(ClusterWorker).options(scheduling_strategy="SPREAD")
 
@@ -394,11 +397,11 @@ def build_approximate(
     return made, ran
 
 
-def approximate_workers(task: GraphTask, pending: Pending, workers: int | None = None) -> tuple[int, int, int]:
-    """How many workers make the missing parts of an approximate graph, the threads of each, and its predicted bytes,
-    mapped files included.
+def approximate_worker_bytes(task: GraphTask, threads: int, searched: int) -> int:
+    """Predicted bytes of a worker that makes parts of an approximate graph, mapped files included; searched: the most
+    clusters that a row searches.
     """
-    workers = min(workers or int(ray.cluster_resources().get("CPU", 1)), max(len(pending.missing()), 1))
-    threads, features = threads_for(workers), open_sets(task)[0]
+    features = open_sets(task)[0]
     fetched = not features.place.is_local and task.cache is None
-    return workers, threads, sum(clusters_memory(Stored.of(features.manifest), features.dim, task.k, threads, fetched))
+    stored = Stored.of(features.manifest)
+    return sum(clusters_memory(stored, features.dim, task.k, threads, fetched, searched))

@@ -241,14 +241,12 @@ def approximate_neighbors(task: "GraphTask", workers: int | None, here: bool) ->
             made = build_approximate(task, bar.advance)
             ran: dict[str, Any] = {"workers": 0}
         else:
-            from cluster.graph import approximate_workers
             from cluster.graph import build_approximate as build_on_ray
 
-            predicted = approximate_workers(task, pending, workers)[-1]
             made, blocks = build_on_ray(task, bar.advance, workers=workers, pending=pending)
             used = len(blocks.blocks_by_worker)
             ran = {"workers": used, "retries": blocks.retries, "workers_lost": blocks.actors_lost}
-            ran["predicted_worker_bytes"] = predicted
+            ran["predicted_worker_bytes"] = made.predicted_bytes
     return pending.finish(made.measured), {
         "seconds": round(made.took, 2),
         "seconds_planning": round(made.planning, 2),

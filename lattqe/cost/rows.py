@@ -54,9 +54,9 @@ ASSUMED_SEARCHED, UNEVEN = 14, 1.2
 # Bytes of the process that finds them: without data, for a value of a row beside its stored one, for a row, and for an
 # entry of the lists that measure the recall. Fitted at 60,000, 120,000 and 1,000,000 rows.
 FINDING_BYTES, FINDING_VALUE_BYTES, FINDING_ROW_BYTES, FINDING_LIST_BYTES = 330 << 20, 12, 48 * DEPTH, 330
-# Bytes of a worker that makes parts of it, for a row: what it searches, where it is; more while they come from S3.
-# Measured at 60,000 and 120,000 rows on disk and 1,000,000 on S3.
-SEARCHED_BYTES, FETCHED_SEARCHED_BYTES = 8 * DEPTH, 27 * DEPTH
+# Bytes of a worker that makes parts of it, for each cluster that a row may search; more while they come from S3.
+# Measured at 60,000 and 120,000 rows on disk and 1,000,000 on disk and S3.
+SEARCHED_BYTES, FETCHED_SEARCHED_BYTES = 8, 27
 
 
 def cut_owned(own: int, others: int, workers: int, fit: int, exact: bool = False) -> Cut:
@@ -285,11 +285,16 @@ def finding_bytes(rows: int, dim: int, k: int, itemsize: int = 2) -> int:
     return FINDING_BYTES + rows * (dim * (FINDING_VALUE_BYTES + itemsize) + FINDING_ROW_BYTES) + lists
 
 
-def clusters_memory(features: Stored, dim: int, k: int, threads: int, fetched: bool) -> tuple[int, int]:
-    """Memory of a worker that makes parts of an approximate graph, and bytes of the files that it maps."""
+def clusters_memory(
+    features: Stored, dim: int, k: int, threads: int, fetched: bool, searched: int = DEPTH
+) -> tuple[int, int]:
+    """Memory of a worker that makes parts of an approximate graph, and bytes of the files that it maps.
+
+    searched: the most clusters that a row searches, known once they are found.
+    """
     graph = Stored.kind("neighbors", features.rows, k=k)
     at_once = min(BUFFER_BYTES // (8 * capacity_for(k)), -(-max(graph.part_rows) // threads))
-    memory = BASE_BYTES + features.rows * (FETCHED_SEARCHED_BYTES if fetched else SEARCHED_BYTES)
+    memory = BASE_BYTES + features.rows * searched * (FETCHED_SEARCHED_BYTES if fetched else SEARCHED_BYTES)
     memory += threads * at_once * (8 * capacity_for(k) + 12 * k + 4 * dim)
     memory += max(graph.part_bytes) * (3 if graph.parts > 1 else 1)  # what was written of one is kept for the next
     if not fetched:

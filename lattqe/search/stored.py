@@ -211,6 +211,7 @@ class Approximated:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     counts: Counter[str] = field(default_factory=Counter)
     peak_bytes: int = 0
+    predicted_bytes: int = 0  # of a worker on Ray, mapped files included
 
     def add(self, result: dict[str, Any]) -> None:
         """Count one part."""
