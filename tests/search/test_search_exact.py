@@ -169,15 +169,15 @@ def test_small_tiles_and_buffers_change_nothing(monkeypatch):
 
 
 @cache
-def many_rows(kind):
-    """1,500 rows and their graph with k = 60, of which shorter lists are the beginning."""
+def many_rows(kind, n=1500):
+    """So many rows and their graph with k = 60, of which shorter lists are the beginning."""
     rng = np.random.default_rng(13)
     if kind in ("sorted", "periodic"):
         centers = unit(rng, 30, 24)
-        which = np.sort(rng.integers(0, 30, 1500)) if kind == "sorted" else np.arange(1500) % 30
-        xb = (centers[which] + 0.1 * unit(rng, 1500, 24)).astype(np.float32)
+        which = np.sort(rng.integers(0, 30, n)) if kind == "sorted" else np.arange(n) % 30
+        xb = (centers[which] + 0.1 * unit(rng, n, 24)).astype(np.float32)
     else:
-        xb = data(kind, rng, 1500, 24, np.float32)
+        xb = data(kind, rng, n, 24, np.float32)
     return xb, slow_graph(xb, 60)
 
 
@@ -203,8 +203,8 @@ def test_thresholds_guessed_from_a_sample_change_nothing(kind, k, monkeypatch):
 )
 @pytest.mark.parametrize("kind", ["random", "sorted", "periodic", "near", "lattice"])
 def test_thresholds_guessed_anew_keep_fewer_candidates_and_change_nothing(kind, lanes, monkeypatch):
-    """Tiles of 25 of 1,500 rows: a row's first guess is made from 24 others, the next ones from 200 and 550."""
-    xb, expected = many_rows(kind)
+    """Tiles of 25 of 750 rows: a row's first guess is made from 24 others, the next ones from 100 and 275."""
+    xb, expected = many_rows(kind, 750)
     offered = {}
     for moments in ((), compare_module.SHARPER):
         taken = offered.setdefault(moments, [])
