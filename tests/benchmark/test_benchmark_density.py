@@ -102,6 +102,7 @@ def test_a_users_own_sets_get_an_answer(tmp_path: Path) -> None:
     assert (tmp_path / "results" / "report.html").read_text() == page
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_every_method_is_measured_where_none_is_named(tmp_path: Path) -> None:
     database, queries = store(tmp_path, labelled("own"))
     words = ["density", "--features", database, "--queries", queries, "--relevant", "1"]
@@ -119,6 +120,7 @@ def test_every_method_is_measured_where_none_is_named(tmp_path: Path) -> None:
     assert {line[4] for line in lines[1:]} >= {"no expansion", "LAttQE", *(each.label for each in (*plain, *graph))}
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_collection_of_too_many_rows_is_measured_without_what_cannot_take_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +141,7 @@ def test_a_collection_of_too_many_rows_is_measured_without_what_cannot_take_them
     assert page.count(told) == 4 + learned, "four rows of diffusion, and the interval of each learned row over the best"
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_the_model_alone_is_compared_with_no_expansion(tmp_path: Path) -> None:
     database, queries = store(tmp_path, labelled("own"))
     words = ["density", "--features", database, "--queries", queries, "--relevant", "1", "--only", "lattqe"]
@@ -164,6 +167,7 @@ def test_without_queries_one_image_of_each_class_asks(tmp_path: Path) -> None:
         load_own_set(str(tmp_path / "plain"), None)
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_single_class_is_cut_to_a_single_row(tmp_path: Path) -> None:
     database, queries = store(tmp_path, labelled("own", classes=1))
     words = ["density", "--features", database, "--queries", queries, "--relevant", "1", "--only", "aqewd"]

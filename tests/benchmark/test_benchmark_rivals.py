@@ -26,6 +26,9 @@ from lattqe.report import render_page, to_csv, to_text
 from lattqe.search import FlatIndex
 from lattqe.store import FeatureSet, open_place
 
+# Pages are looked at for their tables: `tests/report` draws the figures.
+pytestmark = pytest.mark.usefixtures("no_figures")
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
@@ -178,7 +181,7 @@ PRESET_RIVALS = [
 
 
 def test_presets_have_the_rivals_with_one_setting_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = functools.partial(SyntheticWorld, seed=3, dim=32, scale=0.1, distractors=300)
+    small = functools.partial(SyntheticWorld, seed=3, dim=32, scale=0.05, distractors=50)
     monkeypatch.setattr("lattqe.benchmark.presets.SyntheticWorld", small)
     for name, data in (("revisited", str(tmp_path)), ("synthetic", None)):
         made = preset_run(name, PresetOptions(str(tmp_path / name), data=data))

@@ -28,6 +28,9 @@ from lattqe.store.manifest import Manifest, canonical_json, checksum, seal_json
 from lattqe.store.writer import stack_features
 from lattqe.whitening import whiten_features
 
+# Pages are looked at for their tables: `tests/report` draws the figures.
+pytestmark = pytest.mark.usefixtures("no_figures")
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:

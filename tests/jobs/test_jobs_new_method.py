@@ -64,7 +64,10 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Runs commands one after the other in one process: starting one for each would take longer than all they do.
 COMMANDS = """
 import contextlib, io, json, sys
+import lattqe.report.page
 from jobs import cli
+
+lattqe.report.illustrations = lattqe.report.page.illustrations = lambda results: []  # drawing takes longer than all else
 
 shown = []
 for words in json.loads(sys.argv[1]):
