@@ -17,6 +17,7 @@ from conftest import PROJECT
 from jobs import cli
 from jobs.console import guarded, progress_bar
 from lattqe import __version__
+from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.store import FeatureWriter
 
 
@@ -193,13 +194,15 @@ def test_wrong_usage_is_one_line(words, said, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("module", "calls"), [("search", ["", "--expand lattqe", "--expand aqe --nqe 1"]), ("import_", [""])]
+    ("module", "calls"),
+    [("search", ["", "--expand lattqe", "--expand lattqe --model paper", "--expand aqe --nqe 1"]), ("import_", [""])],
 )
 def test_a_small_verb_imports_neither_ray_nor_what_only_other_verbs_need(module, calls, tmp_path):
     """One process for all calls of a verb: what none of them has imported is missing after the last one."""
     with FeatureWriter(str(tmp_path / "rows"), 4) as writer:
         writer.append(np.eye(4, dtype=np.float32), list("abcd"))
     np.save(tmp_path / "rows.npy", np.eye(4, dtype=np.float32))
+    LAttQE(LAttQEConfig(dim=4, heads=1, layers=1, max_k=4)).save(str(tmp_path / "paper"))
     code = (
         f"import json, os, sys; from jobs.{module} import app\n"
         "for words in json.loads(sys.argv[1]):\n"
