@@ -132,9 +132,9 @@ def twin(world, name, x, xb, own=-1, dba=False):
 
 @pytest.fixture(scope="module", params=METHODS)
 def case(request, world):
-    """A method, and what the loop gives for all queries and for every fifth row."""
+    """A method, and what the loop gives for all queries and for every tenth row."""
     xq, xb = arrays(world)
-    rows, adapted = np.arange(0, ROWS, 5), augmentable(world, request.param)
+    rows, adapted = np.arange(0, ROWS, 10), augmentable(world, request.param)
     return (
         request.param,
         np.stack([twin(world, request.param, x, xb) for x in xq]),

@@ -67,7 +67,8 @@ import contextlib, io, json, sys
 import lattqe.report.page
 from jobs import cli
 
-lattqe.report.illustrations = lattqe.report.page.illustrations = lambda results: []  # drawing takes longer than all else
+# Drawing takes longer than all else.
+lattqe.report.illustrations = lattqe.report.page.illustrations = lambda results: []
 
 shown = []
 for words in json.loads(sys.argv[1]):
@@ -104,6 +105,7 @@ def write(folder: Path, name: str, seed: int, images: int) -> str:
     return str(folder / name)
 
 
+@pytest.mark.slow
 def test_a_new_method_goes_everywhere(copied: Path, tmp_path: Path) -> None:
     database, queries, new = (
         write(tmp_path, *each) for each in (("database", 1, 20), ("queries", 2, 3), ("new", 3, 2))
