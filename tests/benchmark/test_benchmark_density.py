@@ -120,7 +120,6 @@ def test_every_method_is_measured_where_none_is_named(tmp_path: Path) -> None:
     assert {line[4] for line in lines[1:]} >= {"no expansion", "LAttQE", *(each.label for each in (*plain, *graph))}
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_a_collection_of_too_many_rows_is_measured_without_what_cannot_take_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +166,6 @@ def test_without_queries_one_image_of_each_class_asks(tmp_path: Path) -> None:
         load_own_set(str(tmp_path / "plain"), None)
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_a_single_class_is_cut_to_a_single_row(tmp_path: Path) -> None:
     database, queries = store(tmp_path, labelled("own", classes=1))
     words = ["density", "--features", database, "--queries", queries, "--relevant", "1", "--only", "aqewd"]

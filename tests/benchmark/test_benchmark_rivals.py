@@ -26,9 +26,6 @@ from lattqe.report import render_page, to_csv, to_text
 from lattqe.search import FlatIndex
 from lattqe.store import FeatureSet, open_place
 
-# Pages are looked at for their tables: `tests/report` draws the figures.
-pytestmark = pytest.mark.usefixtures("no_figures")
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
@@ -52,6 +49,7 @@ RIVALS = (
 )
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_rivals_on_the_graph_are_rows_like_all_others(run: Run, tmp_path: Path) -> None:
     chosen = dataclasses.replace(run, datasets=run.datasets[:1], graph_methods=RIVALS, methods=FIXED[:1])
     bench = Bench(chosen, str(tmp_path))
