@@ -90,6 +90,7 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A benchmark's report without its figures: drawing a dozen takes longer than measuring a small run."""
     for place in ("lattqe.report", "lattqe.report.page"):
         monkeypatch.setattr(f"{place}.illustrations", lambda results: [])
+    monkeypatch.setattr("lattqe.report.page.density_gains", lambda title, groups: "<svg/>")
 
 
 @pytest.fixture(scope="session")

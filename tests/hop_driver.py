@@ -1,7 +1,7 @@
-"""A driver of hops on a Ray of its own, struck at a known moment: python hop_driver.py WORLD TO KIND die|DOOR.
+"""A driver of hops on a Ray of its own, struck at known moments: python hop_driver.py WORLD TO KIND,... die|DOOR.
 
-When the first item of KIND is done, before the driver knows of it, it dies by SIGKILL, or waits at the door: a file
-that it writes, until the file is gone.
+When the first item of each KIND is done, before the driver knows of it, it dies by SIGKILL, or waits at the door: a
+file that it writes, until the file is gone.
 """
 
 import os
@@ -21,17 +21,16 @@ from lattqe.augmentation.recipe import AugmentSummary
 from lattqe.errors import LattqeError
 
 
-def main(world: str, to: str, kind: str, what: str) -> None:
-    struck = False
+def main(world: str, to: str, kinds: str, what: str) -> None:
+    to_come = set(kinds.split(","))
     done = bands.HopSchedule.done
 
     def strike(schedule: bands.HopSchedule, item: bands.HopItem) -> list[bands.HopItem]:
-        nonlocal struck
-        if item[0] == kind and not struck:
-            struck = True
+        if item[0] in to_come:
+            to_come.remove(item[0])
             if what == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            Path(what).write_text(kind)
+            Path(what).write_text(item[0])
             while Path(what).exists():
                 time.sleep(0.01)
         return done(schedule, item)

@@ -1,6 +1,7 @@
 """The `lattqe` command: every verb is there, runs by itself, and says what is wrong in one line."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -11,10 +12,12 @@ import sys
 import numpy as np
 import pytest
 import typer.main
+from conftest import PROJECT
 
 from jobs import cli
 from jobs.console import guarded, progress_bar
 from lattqe import __version__
+from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.store import FeatureWriter
 
 
@@ -31,12 +34,17 @@ def test_help_shows_every_verb_with_line_and_example(monkeypatch, capsys):
         assert verb.example in shown
 
 
-@pytest.mark.parametrize("words", [["--help"], ["search", "--help"]])
-def test_help_is_shown_in_any_encoding(words):
+def test_help_is_shown_in_any_encoding(monkeypatch):
+    """In a process of its own; and that of a verb, which would import torch there, in this one."""
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-m", "jobs.cli", *words], env=environment, capture_output=True, text=True)
+    whole = [sys.executable, "-m", "jobs.cli", "--help"]
+    done = subprocess.run(whole, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Usage: lattqe" in done.stdout
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    call(monkeypatch, "search", "--help")
+    sys.stdout.flush()
+    assert b"Usage: lattqe search" in sys.stdout.buffer.getvalue()
 
 
 def test_version(monkeypatch, capsys):
@@ -185,24 +193,36 @@ def test_wrong_usage_is_one_line(words, said, monkeypatch, capsys):
     assert lines[0].startswith(said)
 
 
-@pytest.mark.parametrize("verb", ["search", "search --expand lattqe", "search --expand aqe --nqe 1", "import"])
-def test_a_small_verb_imports_neither_ray_nor_what_only_other_verbs_need(verb, tmp_path):
+@pytest.mark.parametrize(
+    ("module", "calls"),
+    [("search", ["", "--expand lattqe", "--expand lattqe --model paper", "--expand aqe --nqe 1"]), ("import_", [""])],
+)
+def test_a_small_verb_imports_neither_ray_nor_what_only_other_verbs_need(module, calls, tmp_path):
+    """One process for all calls of a verb: what none of them has imported is missing after the last one."""
     with FeatureWriter(str(tmp_path / "rows"), 4) as writer:
         writer.append(np.eye(4, dtype=np.float32), list("abcd"))
     np.save(tmp_path / "rows.npy", np.eye(4, dtype=np.float32))
-    name, *options = verb.split()
+    LAttQE(LAttQEConfig(dim=4, heads=1, layers=1, max_k=4)).save(str(tmp_path / "paper"))
     code = (
-        f"import os, sys; from jobs.{'import_' if name == 'import' else name} import app\n"
-        "app(sys.argv[1:], standalone_mode=False)\n"
+        f"import json, os, sys; from jobs.{module} import app\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    app(words, standalone_mode=False)\n"
         "print(sorted({'ray', 'scipy', 'sympy', 'pandas', 'boto3'} & set(sys.modules)), os.environ['GOMP_SPINCOUNT'])"
     )
-    given = [tmp_path / "rows.npy"] if name == "import" else [tmp_path / "rows", tmp_path / "rows", "-k", "2"]
-    words = [*given, *options, "--to", tmp_path / "made"]
+    given = ["rows", "rows", "-k", "2"] if module == "search" else ["rows.npy"]
+    words = [[*given, *options.split(), "--to", f"made-{number}"] for number, options in enumerate(calls)]
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    environment["PYTHONPATH"] = str(PROJECT)
     done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, env=environment, check=True
+        [sys.executable, "-c", code, json.dumps(words)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
     )
     assert done.stdout.strip() == "[] 1000"
+    assert {path.name for path in tmp_path.glob("made-*")} == {f"made-{number}" for number in range(len(calls))}
 
 
 def test_too_little_memory_is_one_line(capsys):

@@ -132,9 +132,9 @@ def twin(world, name, x, xb, own=-1, dba=False):
 
 @pytest.fixture(scope="module", params=METHODS)
 def case(request, world):
-    """A method, and what the loop gives for all queries and for every fifth row."""
+    """A method, and what the loop gives for all queries and for every tenth row."""
     xq, xb = arrays(world)
-    rows, adapted = np.arange(0, ROWS, 5), augmentable(world, request.param)
+    rows, adapted = np.arange(0, ROWS, 10), augmentable(world, request.param)
     return (
         request.param,
         np.stack([twin(world, request.param, x, xb) for x in xq]),
@@ -160,11 +160,12 @@ def searched(world, name, to, queries="queries", k=LISTED):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("shards", [1, 2])
-def test_search_in_shards_is_the_python_api(world, shards, tmp_path, monkeypatch, local_ray):
-    """All methods ask the same shards: starting them takes long. The whole verb: `tests/jobs/test_jobs_search.py`."""
+def test_search_in_shards_is_the_python_api(world, tmp_path, monkeypatch, local_ray):
+    """All methods ask the same shards: starting them takes long. The whole verb: `tests/jobs/test_jobs_search.py`; any
+    number of shards: `tests/cluster/test_cluster_shards.py`.
+    """
     xb = arrays(world)[1]
-    with ShardedIndex(str(world / "database"), shards, ids=True) as index:
+    with ShardedIndex(str(world / "database"), 2, ids=True) as index:
         there = {"where": f"in {index.shards} shards"}
         monkeypatch.setattr(jobs.search, "open_index", lambda *_, **__: nullcontext((index, there)))
         for name in (*METHODS, "shipped"):

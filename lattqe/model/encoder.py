@@ -55,7 +55,7 @@ class Tokens(nn.Module):
         self.projection = nn.Linear(config.dim, width, bias=False) if config.visual and config.width else None
         self.positions = nn.Parameter(torch.zeros(1 + config.max_k, width)) if config.positional else None
         self.similarity = nn.Linear(1, width) if config.similarity else None
-        if self.positions is not None:
+        if self.positions is not None and not self.positions.is_meta:  # drawing nothing would import sympy: 2 s
             nn.init.normal_(self.positions, std=POSITION_SCALE[config.positional_start])
 
     def forward(self, items: torch.Tensor, valid: torch.Tensor) -> EncoderInputs:

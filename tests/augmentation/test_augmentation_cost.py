@@ -16,7 +16,7 @@ from lattqe.search.rows import Clock
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter
 
-ROWS, DIM, K = 2_000, 8, 48
+ROWS, DIM, K = 1_000, 8, 18
 
 
 def write(uri, x, first=0):
@@ -36,7 +36,7 @@ def index_of(features, graph, model, to):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """2,000 rows, 20 that may join, a small network, and the index of the first."""
+    """1,000 rows, 20 that may join, a small network, and the index of the first."""
     folder = tmp_path_factory.mktemp("world")
     torch.manual_seed(0)
     LAttQE(LAttQEConfig(dim=DIM, heads=1, layers=1, max_k=K, positional_start="small")).save(str(folder / "model"))
@@ -51,7 +51,7 @@ def world(tmp_path_factory):
 def test_growth_costs_its_share_and_equals_from_scratch(world, tmp_path, new, removed, share):
     folder, x, index = world
     recipe = Recipe.of(index)
-    kept = kept_rows(recipe.features, [f"r{i}" for i in range(0, 1000 * removed, 1000)])
+    kept = kept_rows(recipe.features, [f"r{i}" for i in range(0, 500 * removed, 500)])
     arrivals = write(tmp_path / "arrivals", x[ROWS : ROWS + new], ROWS) if new else None
     joined = join_features(recipe.features, kept, arrivals, str(tmp_path / "grown" / "originals"))
     task, graph, cost = plan_growth(index, recipe, joined, kept, str(tmp_path / "grown"))

@@ -102,6 +102,7 @@ def test_a_users_own_sets_get_an_answer(tmp_path: Path) -> None:
     assert (tmp_path / "results" / "report.html").read_text() == page
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_every_method_is_measured_where_none_is_named(tmp_path: Path) -> None:
     database, queries = store(tmp_path, labelled("own"))
     words = ["density", "--features", database, "--queries", queries, "--relevant", "1"]
@@ -139,6 +140,7 @@ def test_a_collection_of_too_many_rows_is_measured_without_what_cannot_take_them
     assert page.count(told) == 4 + learned, "four rows of diffusion, and the interval of each learned row over the best"
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_the_model_alone_is_compared_with_no_expansion(tmp_path: Path) -> None:
     database, queries = store(tmp_path, labelled("own"))
     words = ["density", "--features", database, "--queries", queries, "--relevant", "1", "--only", "lattqe"]

@@ -49,6 +49,7 @@ RIVALS = (
 )
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_rivals_on_the_graph_are_rows_like_all_others(run: Run, tmp_path: Path) -> None:
     chosen = dataclasses.replace(run, datasets=run.datasets[:1], graph_methods=RIVALS, methods=FIXED[:1])
     bench = Bench(chosen, str(tmp_path))
@@ -178,7 +179,7 @@ PRESET_RIVALS = [
 
 
 def test_presets_have_the_rivals_with_one_setting_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = functools.partial(SyntheticWorld, seed=3, dim=32, scale=0.1, distractors=300)
+    small = functools.partial(SyntheticWorld, seed=3, dim=32, scale=0.05, distractors=50)
     monkeypatch.setattr("lattqe.benchmark.presets.SyntheticWorld", small)
     for name, data in (("revisited", str(tmp_path)), ("synthetic", None)):
         made = preset_run(name, PresetOptions(str(tmp_path / name), data=data))

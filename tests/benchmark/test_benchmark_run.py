@@ -152,6 +152,7 @@ def test_hops_of_a_method_are_a_row_and_have_no_limit_of_rows(run: Run, tmp_path
     assert row["map"]["oxford+distractors"]["hard"] == pytest.approx(100 * expected, abs=1e-6)
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_an_adaptation_counts_for_the_row_that_uses_it(run: Run, tmp_path: Path) -> None:
     rows, asked = Setting("aqe", 4, (("adapt", True),)), Setting("aqe", 4)
     adapted = GraphCandidate("aqe", "adapted", "fixed", (Pipeline(rows, asked),))

@@ -57,7 +57,7 @@ def test_simple_methods_equal_a_loop(name, queries, rows, k, dim, seed, ties, db
         np.testing.assert_allclose(result[i], twin_expand(x, xb[listed], weights), atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rows=st.integers(1, 14), k=st.integers(1, 5), m=st.integers(1, 6), seed=st.integers(0, 999), dba=st.booleans())
 def test_dqe_takes_the_lowest_rows_that_are_no_neighbors(rows, k, m, seed, dba):
     xb = vectors(rows, 6, seed, ties=seed % 3 == 0)

@@ -101,6 +101,7 @@ def write(folder: Path, name: str, seed: int, images: int) -> str:
     return str(folder / name)
 
 
+@pytest.mark.slow
 def test_a_new_method_goes_everywhere(copied: Path, tmp_path: Path) -> None:
     database, queries, new = (
         write(tmp_path, *each) for each in (("database", 1, 20), ("queries", 2, 3), ("new", 3, 2))

@@ -26,7 +26,8 @@ def untrained(dim, heads, seeds=2, **changes):
     return total / seeds
 
 
-SIZES = [pytest.param(512, 16, id="512"), pytest.param(2048, 64, id="2048")]
+# Drawing the 150 million weights of the paper's size takes a second for each network.
+SIZES = [pytest.param(512, 16, id="512"), pytest.param(2048, 64, id="2048", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("dim", "heads"), SIZES)
@@ -38,6 +39,7 @@ def test_post_norm_with_zero_positions_is_alpha_qe_below_one(dim, heads):
     assert middle > 0.55
 
 
+@pytest.mark.slow
 def test_small_positions_damp_but_keep_the_order():
     first, middle, last = untrained(2048, 64, seeds=1, positional_start="small")[RANKS].tolist()
     zero = untrained(2048, 64, seeds=1)[RANKS].tolist()

@@ -48,6 +48,7 @@ def put_before(path: Path, mark: str, text: str) -> None:
     path.write_text(content.replace(mark, text + mark))
 
 
+@pytest.mark.slow
 def test_a_new_loss_is_one_function_and_one_field(tmp_path: Path) -> None:
     with pytest.raises(LattqeError, match="there is no setting 'farness'"):
         preset("paper", DIM, [*TINY, "farness=0.5"])
