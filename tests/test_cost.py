@@ -41,8 +41,8 @@ from lattqe.store.place import traffic
 
 DIM, K = 32, 16
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-# Rows, and bytes of a part: many small parts, and few of several blocks each.
-SIZES = [(1500, 1 << 14), (6000, 1 << 18)]
+# Rows, and bytes of a part: many small parts, some, and few of several blocks each.
+SIZES = [(1500, 1 << 14), (3000, 1 << 16), (6000, 1 << 18)]
 CUTS = {"pairs": cut_rows, "rows": cut_owned}
 
 

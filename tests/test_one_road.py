@@ -160,12 +160,11 @@ def searched(world, name, to, queries="queries", k=LISTED):
 
 
 @pytest.mark.ray
-def test_search_in_shards_is_the_python_api(world, tmp_path, monkeypatch, local_ray):
-    """All methods ask the same shards: starting them takes long. The whole verb: `tests/jobs/test_jobs_search.py`; any
-    number of shards: `tests/cluster/test_cluster_shards.py`.
-    """
+@pytest.mark.parametrize("shards", [1, 2])
+def test_search_in_shards_is_the_python_api(world, shards, tmp_path, monkeypatch, local_ray):
+    """All methods ask the same shards: starting them takes long. The whole verb: `tests/jobs/test_jobs_search.py`."""
     xb = arrays(world)[1]
-    with ShardedIndex(str(world / "database"), 2, ids=True) as index:
+    with ShardedIndex(str(world / "database"), shards, ids=True) as index:
         there = {"where": f"in {index.shards} shards"}
         monkeypatch.setattr(jobs.search, "open_index", lambda *_, **__: nullcontext((index, there)))
         for name in (*METHODS, "shipped"):
