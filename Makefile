@@ -23,9 +23,9 @@ demo: $(STAMP)
 check: $(STAMP) style
 	$(call tests_and_types,-m "not ray and not s3 and not kill and not slow")
 
-# Everything that must hold.
+# Everything that must hold; the longest runs with several nodes are left to `make faults`.
 test: $(STAMP) style browser
-	$(call tests_and_types,)
+	$(call tests_and_types,-m "not long")
 
 # The report is tested in a real Chromium: installed where we are allowed to, else that test says that it is missing.
 browser:
@@ -36,7 +36,8 @@ browser:
 SEEDS  ?= 1
 ROUNDS ?= 36
 faults: $(STAMP)
-	$(BIN)/python -m pytest tests/faults
+	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest tests/faults -m "not long"
 	$(BIN)/python tests/faults/augment_campaign.py --seed $(SEEDS) --rounds 10
 	$(BIN)/python tests/faults/campaign.py --seed $(SEEDS) --rounds $(ROUNDS)
 

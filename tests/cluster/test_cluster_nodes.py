@@ -23,7 +23,7 @@ from lattqe.search import FlatIndex
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, NeighborGraph, Pending, open_place, ranks_table, read_manifest
 
-pytestmark = [pytest.mark.ray, pytest.mark.s3, pytest.mark.kill, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.s3, pytest.mark.kill, pytest.mark.long]
 
 ROWS, DIM, K, PARTS_BEFORE, PARTS_HELD = 3000, 32, 8, 3, 12
 CACHE = "~/cache"  # each node has a HOME of its own

@@ -135,6 +135,7 @@ def test_kills_ctrl_c_and_two_drivers_then_the_same_bytes(made, tmp_path):
     assert not (to / "_work").exists()
 
 
+@pytest.mark.long
 def test_a_node_and_the_storage_killed_in_one_run(monkeypatch):
     """On two nodes that share nothing but S3; `augment_campaign.py` does this ten times at random moments."""
     for name, value in os.environ.items():
