@@ -8,17 +8,19 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import typer.main
-from conftest import PROJECT
 
 from jobs import cli
 from jobs.console import guarded, progress_bar
 from lattqe import __version__
 from lattqe.model import LAttQE, LAttQEConfig
 from lattqe.store import FeatureWriter
+
+PROJECT = Path(__file__).resolve().parent.parent
 
 
 def call(monkeypatch, *arguments):
