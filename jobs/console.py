@@ -57,14 +57,25 @@ def show_table(title: str, rows: dict[str, Any], plan: bool = False, to: Console
     event("plan" if plan or title == "plan" else "summary", title=title, table=rows)
     table = Table(title=escape(title), title_justify="left", show_header=False, box=None, padding=(0, 2))
     for name, value in rows.items():
-        table.add_row(f"[bold]{escape(name.replace('_', ' '))}[/bold]", escape(readable(value, name)))
+        table.add_row(f"[bold]{escape(name)}[/bold]", escape(readable(value, name)))
     to.print(table)
+
+
+def show_facts(title: str, facts: dict[str, Any]) -> None:
+    """Print what `--json` gives a script for people, as a table; names of facts are ours, those of sets are not."""
+
+    def spaced(value: Any, name: str = "") -> Any:
+        if isinstance(value, dict):
+            return {each.replace("_", " "): spaced(one, each) for each, one in value.items()}
+        return readable(value, name)
+
+    show_table(title, spaced(facts))
 
 
 def readable(value: Any, name: str = "") -> str:
     """A fact on one line: whole numbers with commas or, by their name, as bytes; several facts one after the other."""
     if isinstance(value, dict):
-        return ", ".join(f"{each.replace('_', ' ')} {readable(one, each)}" for each, one in value.items())
+        return ", ".join(f"{each} {readable(one, each)}" for each, one in value.items())
     if isinstance(value, int) and not isinstance(value, bool):
         return human_bytes(value) if name.endswith("_bytes") or name.startswith("bytes_") else f"{value:,}"
     return str(value)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import APPROXIMATE_GRAPH, ProgressBar, human_bytes, print_json, progress_bar, show_table
+from jobs.console import APPROXIMATE_GRAPH, ProgressBar, human_bytes, print_json, progress_bar, show_facts, show_table
 from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS
 from lattqe.expansion.base import Parameter
@@ -271,7 +271,7 @@ def report(
     if json:
         print_json(facts)
     rate = summary.expanded / max(summary.working, 1e-9)
-    show_table(
+    show_facts(
         f"{verb} {to}",
         facts
         | {

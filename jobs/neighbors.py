@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import Json, ProgressBar, command, human_bytes, print_json, progress_bar, run, screen, show_table
+from jobs.console import (
+    Json,
+    ProgressBar,
+    command,
+    human_bytes,
+    print_json,
+    progress_bar,
+    run,
+    screen,
+    show_facts,
+    show_table,
+)
 from jobs.plan import (
     Address,
     Assume,
@@ -133,7 +144,7 @@ def main(
     facts = {"graph": to, "digest": manifest.digest, "rows": manifest.rows, "k": k} | took | promise(manifest)
     if json:
         print_json(facts)
-    show_table(f"neighbors in {to}", facts)
+    show_facts(f"neighbors in {to}", facts)
 
 
 def made(

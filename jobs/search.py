@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import Json, command, human_bytes, note_approximate, print_json, progress_bar, run, screen, show_table
+from jobs.console import (
+    Json,
+    command,
+    human_bytes,
+    note_approximate,
+    print_json,
+    progress_bar,
+    run,
+    screen,
+    show_facts,
+    show_table,
+)
 from jobs.index import NAMES, method_options, method_params
 from jobs.plan import Address, Assume, Cache, Plan, on_ray, setting, tell
 from lattqe.cost.work import PART_QUERIES
@@ -87,7 +98,7 @@ def main(
     facts["digest"] = pending.finish().digest
     if json:
         print_json(facts)
-    show_table(f"ranks in {to}", facts)
+    show_facts(f"ranks in {to}", facts)
 
 
 def opened_sets(

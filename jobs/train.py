@@ -17,6 +17,7 @@ from jobs.console import (
     progress_bar,
     run,
     screen,
+    show_facts,
     show_table,
 )
 from jobs.plan import Assume, Plan, setting, tell
@@ -362,7 +363,7 @@ def from_checkpoint(
 
 def _tell(summary: dict[str, Any], json: bool) -> None:
     """Show the summary on the screen and, if requested, to scripts."""
-    show_table("whitening" if "input_dim" in summary else "whitened features", summary)
+    show_facts("whitening" if "input_dim" in summary else "whitened features", summary)
     if json:
         print_json(summary)
 

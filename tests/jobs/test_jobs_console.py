@@ -11,7 +11,7 @@ import pytest
 from rich.table import Table
 
 from jobs import cli, console
-from jobs.console import Screen, guarded, progress_bar, show_table, warn
+from jobs.console import Screen, guarded, progress_bar, show_facts, show_table, warn
 from lattqe.errors import LattqeError
 from lattqe.store import FeatureWriter
 
@@ -124,3 +124,25 @@ def test_an_unknown_verb_is_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: p
         cli.main()
     assert ended.value.code == 2
     assert "there is no verb '[/bold]': see lattqe --help" in capsys.readouterr().err
+
+
+def test_facts_for_scripts_are_shown_as_people_read_them(monkeypatch):
+    shown = {}
+    monkeypatch.setattr(console, "show_table", lambda title, rows: shown.update(rows))
+    facts = {"rows": 1_234_567, "peak_worker_bytes": 3 << 20, "exact": True, "recall": 0.5, "model": None, "to": "a_b"}
+    show_facts("made", facts | {"graph": {"products_made": 4096, "worker_seconds": {"searching again": 0.25}}})
+    assert shown == {
+        "rows": "1,234,567",
+        "peak worker bytes": "3.0 MiB",
+        "exact": "True",
+        "recall": "0.5",
+        "model": "None",
+        "to": "a_b",  # a name of the user's
+        "graph": {"products made": "4,096", "worker seconds": {"searching again": "0.25"}},
+    }
+
+
+def test_names_of_sets_keep_their_underscores(screens):
+    show_table("sets", {"cub_200": {"rows_read": 1234, "a_set": "x_y"}}, to=console.screen)
+    assert "cub_200" in screens.getvalue()
+    assert "rows_read 1,234, a_set x_y" in screens.getvalue()
