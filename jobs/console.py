@@ -55,21 +55,27 @@ def show_table(title: str, rows: dict[str, Any], plan: bool = False, to: Console
     to: `answers` for the table that a command was called for.
     """
     event("plan" if plan or title == "plan" else "summary", title=title, table=rows)
+    _print_table(title, rows, to)
+
+
+def show_facts(title: str, facts: dict[str, Any]) -> None:
+    """Print what `--json` gives a script for people, as a table; the log file gets it as scripts do."""
+    event("summary", title=title, table=facts)
+    _print_table(title, _spaced(facts), screen)
+
+
+def _print_table(title: str, rows: dict[str, Any], to: Console) -> None:
     table = Table(title=escape(title), title_justify="left", show_header=False, box=None, padding=(0, 2))
     for name, value in rows.items():
         table.add_row(f"[bold]{escape(name)}[/bold]", escape(readable(value, name)))
     to.print(table)
 
 
-def show_facts(title: str, facts: dict[str, Any]) -> None:
-    """Print what `--json` gives a script for people, as a table; names of facts are ours, those of sets are not."""
-
-    def spaced(value: Any, name: str = "") -> Any:
-        if isinstance(value, dict):
-            return {each.replace("_", " "): spaced(one, each) for each, one in value.items()}
-        return readable(value, name)
-
-    show_table(title, spaced(facts))
+def _spaced(value: Any, name: str = "") -> Any:
+    """Facts with their names in words, which are ours; those of sets are not, and stay as they are in `show_table`."""
+    if isinstance(value, dict):
+        return {each.replace("_", " "): _spaced(one, each) for each, one in value.items()}
+    return readable(value, name)
 
 
 def readable(value: Any, name: str = "") -> str:

@@ -227,6 +227,12 @@ def test_a_small_verb_imports_neither_ray_nor_what_only_other_verbs_need(module,
     assert {path.name for path in tmp_path.glob("made-*")} == {f"made-{number}" for number in range(len(calls))}
 
 
+def test_ranks_are_evaluated_without_torch():
+    """It would be three quarters of the time."""
+    code = "import sys, jobs.lists, lattqe.evaluation.analysis; print({'ray', 'torch'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
 def test_too_little_memory_is_one_line(capsys):
     """A real refusal, by numpy: what libraries map differs by machine, so a limit might not bite."""
     with pytest.raises(SystemExit) as ended:

@@ -126,20 +126,24 @@ def test_an_unknown_verb_is_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "there is no verb '[/bold]': see lattqe --help" in capsys.readouterr().err
 
 
-def test_facts_for_scripts_are_shown_as_people_read_them(monkeypatch):
-    shown = {}
-    monkeypatch.setattr(console, "show_table", lambda title, rows: shown.update(rows))
+def test_facts_for_scripts_are_shown_as_people_read_them_and_logged_as_they_are(screens, monkeypatch):
+    logged = []
+    monkeypatch.setattr(console, "event", lambda name, **fields: logged.append((name, fields)))
     facts = {"rows": 1_234_567, "peak_worker_bytes": 3 << 20, "exact": True, "recall": 0.5, "model": None, "to": "a_b"}
-    show_facts("made", facts | {"graph": {"products_made": 4096, "worker_seconds": {"searching again": 0.25}}})
-    assert shown == {
+    facts |= {"graph": {"products_made": 4096, "worker_seconds": {"searching again": 0.25}}}
+    show_facts("made", facts)
+    shown = re.sub(r"\x1b\[[0-9;]*m| +(?=\n)", "", screens.getvalue())
+    lines = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in shown.strip().splitlines()[1:])
+    assert lines == {
         "rows": "1,234,567",
         "peak worker bytes": "3.0 MiB",
         "exact": "True",
         "recall": "0.5",
         "model": "None",
         "to": "a_b",  # a name of the user's
-        "graph": {"products made": "4,096", "worker seconds": {"searching again": "0.25"}},
+        "graph": "products made 4,096, worker seconds searching again 0.25",
     }
+    assert logged == [("summary", {"title": "made", "table": facts})]
 
 
 def test_names_of_sets_keep_their_underscores(screens):
