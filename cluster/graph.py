@@ -370,13 +370,15 @@ def build_approximate(
     """
     started, pending = time.monotonic(), pending or Pending.attach(task.to)
     check_parts(pending)
-    rows = in_one([piece for each in open_sets(task) for piece in each.pieces()])
-    found = agree_on_clusters(pending, rows, task)
+    (features,) = open_sets(task)
+    found = agree_on_clusters(pending, in_one(features.pieces()), task)
     made = Approximated(found.facts(), planning=time.monotonic() - started)
     missing, grows = pending.missing(), workers is None
     workers = min(workers or int(ray.cluster_resources().get("CPU", 1)), max(len(missing), 1))
     threads = threads_for(workers)
-    made.predicted_bytes = approximate_worker_bytes(task, threads, found.nearest.shape[1])
+    stored, fetched = Stored.of(features.manifest), not features.place.is_local and task.cache is None
+    searched = found.nearest.shape[1]  # clusters of each row, at most
+    made.predicted_bytes = sum(clusters_memory(stored, features.dim, task.k, threads, fetched, searched))
     require_resources({"CPU": threads}, workers)
     actors = ray.remote(num_cpus=threads)(ClusterWorker).options(scheduling_strategy="SPREAD")
 
@@ -395,13 +397,3 @@ def build_approximate(
     )
     made.took = time.monotonic() - started
     return made, ran
-
-
-def approximate_worker_bytes(task: GraphTask, threads: int, searched: int) -> int:
-    """Predicted bytes of a worker that makes parts of an approximate graph, mapped files included; searched: the most
-    clusters that a row searches.
-    """
-    features = open_sets(task)[0]
-    fetched = not features.place.is_local and task.cache is None
-    stored = Stored.of(features.manifest)
-    return sum(clusters_memory(stored, features.dim, task.k, threads, fetched, searched))

@@ -13,7 +13,6 @@ from jobs.console import (
     answers,
     command,
     human_bytes,
-    note_adapted,
     note_approximate,
     print_json,
     progress_bar,
@@ -298,6 +297,24 @@ def export(
     screen.print(f"{', '.join(done.names)}: {words}", markup=False, soft_wrap=True)
     if json:
         print_json({"files": done.names, "reused": done.reused})
+
+
+def note_adapted(artifact: Any) -> None:
+    """Say of rows that were adapted to their collection what queries need before another tool compares them."""
+    space = artifact.manifest.inputs.get("adaptation")
+    if artifact.manifest.kind == "features" and space is not None:
+        from lattqe.augmentation.recipe import ADAPTATION, find_input
+
+        try:
+            uri = find_input(artifact, ADAPTATION, ADAPTATION)
+        except LattqeError:
+            uri = space["uri"]
+        screen.print(
+            "note: these rows are adapted to their collection, and queries must be too: `lattqe whiten apply QUERIES "
+            f"--whitening {uri} --to …`",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _export_features(features: "FeatureSet", to: str, factory: str | None) -> "Exported":

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.console import Json, command, note_adapted, note_approximate, progress_bar, run, screen, show_table
+from jobs.artifacts import note_adapted
+from jobs.console import Json, command, note_approximate, progress_bar, run, screen, show_table
 from jobs.index import NAMES, OnScreen, method_options, method_params, report
 from jobs.plan import Address, Assume, Cache, Plan, Workers, on_ray, setting, tell
 from lattqe.errors import LattqeError

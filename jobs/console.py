@@ -98,24 +98,6 @@ def note_approximate(*used: Any) -> None:
             event("approximate", uri=artifact.place.uri, recall=lacks)
 
 
-def note_adapted(artifact: Any) -> None:
-    """Say of rows that were adapted to their collection what queries need before another tool compares them."""
-    space = artifact.manifest.inputs.get("adaptation")
-    if artifact.manifest.kind == "features" and space is not None:
-        from lattqe.augmentation.recipe import ADAPTATION, find_input
-
-        try:
-            uri = find_input(artifact, ADAPTATION, ADAPTATION)
-        except LattqeError:
-            uri = space["uri"]
-        screen.print(
-            "note: these rows are adapted to their collection, and queries must be too: `lattqe whiten apply QUERIES "
-            f"--whitening {uri} --to …`",
-            markup=False,
-            soft_wrap=True,
-        )
-
-
 def print_json(value: Any) -> None:
     """Print one JSON document on stdout, for scripts."""
     print(json.dumps(value, indent=2, sort_keys=True, allow_nan=False))

@@ -125,11 +125,10 @@ def main(
     )
     check_sets(task)
     sets = open_sets(task)
-    rows = sum(each.rows for each in sets)
-    check_k(k, rows)
+    check_k(k, rows := sum(each.rows for each in sets))
     task = exact_where_better(task, rows)
-    compared = 0 if task.recall is not None else rows  # an approximate graph is made here whatever the rows
-    if (where := setting(plan, assume, compared, workers, address, cache, block_rows)) is not None:
+    here = 0 if task.recall is not None else rows  # an approximate graph is made here whatever the rows
+    if (where := setting(plan, assume, here, workers, address, cache, block_rows)) is not None:
         where = replace(where, schedule=schedule.value, here=where.here and schedule is Schedule.auto)
         if task.recall is not None:  # and on no GPU
             where = replace(where, machines=replace(where.machines, gpus=0))
