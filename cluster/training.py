@@ -3,14 +3,17 @@
 Checkpoints are ours, in the destination, because they must survive the cluster; of Ray Train we use the worker group,
 the process group and the restarts. A board (one small actor) carries progress to the driver, and an error that a user
 can fix, which must end the training rather than restart it.
+
+One worker on this machine needs no group: it is a thread of this process (Ray Train's local mode), without a Ray that
+starts eight processes one after the other first. What it writes is the same.
 """
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -127,6 +130,41 @@ def _train_as_one_of_a_team(config: dict[str, Any]) -> None:
         raise
 
 
+def train_here(
+    plan: "TrainingPlan", threads: int | None = None, show: Callable[[Standing], None] = lambda standing: None
+) -> None:
+    """Train with one worker in this process, as `train_on_cluster` does with workers on Ray."""
+    import torch
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+    from threadpoolctl import threadpool_limits
+
+    from lattqe.device import pick_device
+    from lattqe.training import Team, train
+
+    board, device = Board(), pick_device()
+
+    def tell(progress: "TrainingProgress") -> bool:
+        return board.tell(progress.step, progress.total, progress.note)
+
+    def work() -> None:
+        count = threads or torch.get_num_threads()
+        torch.set_num_threads(count)  # of this thread alone
+        with threadpool_limits(count):
+            train(plan, Team(device=device), tell)
+
+    logging.getLogger("ray.train").setLevel(logging.ERROR)  # which would announce its local mode
+    trainer = TorchTrainer(work, scaling_config=ScalingConfig(num_workers=0), run_config=RunConfig(name="train"))
+    fit = _in_background(trainer.fit)
+    try:
+        _follow(fit, board.read, show)
+    except KeyboardInterrupt:
+        board.stop()
+        wait([fit], timeout=STOP_SECONDS)
+        raise
+    fit.result()
+
+
 def train_on_cluster(
     plan: "TrainingPlan",
     workers: int,
@@ -153,7 +191,8 @@ def train_on_cluster(
             trainer = _trainer(plan, board, workers, threads, resources, str(storage), max_failures)
             fit = _in_background(trainer.fit)
             try:
-                _follow(fit, board, _counting(show, plan.config.batch))
+                _follow(fit, lambda: ray.get(board.read.remote()), _counting(show, plan.config.batch))
+                _end(fit, ray.get(board.read.remote()))
             except KeyboardInterrupt:
                 _save_and_stop(board)
                 wait([fit], timeout=LEAVE_SECONDS)  # a thread that still waits for Ray may crash where Ray has ended
@@ -255,28 +294,24 @@ def _counting(show: Callable[[Standing], None], batch: int) -> Callable[[Standin
     return shown
 
 
-def _follow(fit: "Future[Any]", board: Any, show: Callable[[Standing], None]) -> None:
-    """Show the board until the training ends; raise what ended it, one line for the user."""
+def _follow(fit: "Future[Any]", read: Callable[[], Standing], show: Callable[[Standing], None]) -> None:
+    """Show what the board says until the training has ended, however it ended."""
     while True:
-        standing = ray.get(board.read.remote())
-        show(standing)
-        try:
-            fit.result(timeout=POLL_SECONDS)
-        except NotYet:
-            continue
-        except Exception as error:
-            message = ray.get(board.read.remote()).error
-            if message is None:
-                raise LattqeError(f"{_reason(error)}; the same command continues from the last checkpoint") from error
-            raise LattqeError(message) from None
-        standing = ray.get(board.read.remote())
-        show(standing)
-        if standing.error is not None:
-            raise LattqeError(standing.error)
-        return
+        show(read())
+        if wait([fit], timeout=POLL_SECONDS).done:
+            show(read())
+            return
 
 
-def _reason(error: Exception) -> str:
+def _end(fit: "Future[Any]", standing: Standing) -> None:
+    """Raise what ended a training on Ray, if something did: one line for the user."""
+    if standing.error is not None:
+        raise LattqeError(standing.error)
+    if (error := fit.exception()) is not None:
+        raise LattqeError(f"{_reason(error)}; the same command continues from the last checkpoint") from error
+
+
+def _reason(error: BaseException) -> str:
     """Why Ray Train gave up, in a few words: by its controller's error if that is what it was."""
     if type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupTimeoutError":
         return (

@@ -2,8 +2,9 @@
 
 import json as json_module
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +21,7 @@ from jobs.console import (
     show_facts,
     show_table,
 )
-from jobs.plan import Assume, Plan, setting, tell
+from jobs.plan import Assume, Plan, on_ray, setting, tell
 from lattqe.errors import LattqeError
 
 if TYPE_CHECKING:
@@ -44,12 +45,12 @@ def main(
     neighbors: list[str] = typer.Option([], "--neighbors", help="graph of each feature set; default: computed"),
     preset: str = typer.Option("paper", "--preset", help=f"{PRESET_NAMES}: see docs/training.md"),
     settings: list[str] = typer.Option([], "--set", help="change a setting: steps=1000, network.heads=8, ..."),
-    workers: int = typer.Option(0, "--workers", help="processes that share each batch; 0: one per GPU, or one"),
+    workers: int = typer.Option(
+        0, "--workers", help="processes on Ray that share each batch; 0: one per GPU, or this process alone"
+    ),
     threads: int = typer.Option(0, "--threads", help="CPU threads per worker; 0: an equal share"),
     cache: str | None = typer.Option(None, "--cache", help="node-local cache folder for features stored on S3"),
-    address: str | None = typer.Option(
-        None, "--address", help="a running Ray cluster; default: start one on this machine"
-    ),
+    address: str | None = typer.Option(None, "--address", help="a running Ray cluster; default: this machine"),
     plan_only: Plan = False,
     assume: Assume = None,
     json: bool = typer.Option(False, "--json", help="print the result as JSON on stdout"),
@@ -62,7 +63,6 @@ def main(
 
     Example: lattqe train sfm-train --val sfm-val --queries sfm-val-queries --preset paper --to model
     """
-    from cluster.session import ray_session
     from lattqe.cost import plans
     from lattqe.store import FeatureSet, NeighborGraph, open_place
     from lattqe.training import make
@@ -83,8 +83,9 @@ def main(
     note_approximate(*map(NeighborGraph.open, neighbors))
     if plan.claim() is None:
         warn_of_leakage(features, [uri for pair in pairs for uri in pair if uri is not None])
-        with ray_session(address):
-            train_with_progress(plan, workers, threads)
+        here = trains_here(workers, address)
+        with nullcontext() if here else on_ray(address):
+            train_with_progress(plan, workers, threads, here)
     else:
         screen.print(f"{to} already holds this model", markup=False, soft_wrap=True)
     result = _result(to)
@@ -103,21 +104,41 @@ def warn_of_leakage(features: list[str], held_out: list[str]) -> None:
         screen.print(f"warning: {line}", markup=False, soft_wrap=True)
 
 
-def train_with_progress(plan: Any, workers: int, threads: int) -> None:
-    """Show the plan, train on the connected Ray, and show how far it is."""
-    from cluster.session import gpus_available, worker_device
-    from cluster.training import threads_for, train_on_cluster
+def trains_here(workers: int, address: str | None) -> bool:
+    """Whether a training is one worker in this process: not if workers, a cluster or several GPUs are there for it."""
+    import torch
+
+    from cluster import runs_here
+    from lattqe.device import pick_device
+
+    return runs_here(0, workers or None, address) and (pick_device().type == "cpu" or torch.cuda.device_count() == 1)
+
+
+def train_with_progress(plan: Any, workers: int, threads: int, here: bool = False) -> None:
+    """Show the plan, train in this process or on the connected Ray, and show how far it is."""
+    import torch
+
     from lattqe.store import open_place
     from lattqe.training.checkpoint import Checkpoints
 
     done = Checkpoints(open_place(plan.destination)).load().step
-    workers = workers or (max(1, gpus_available()) if worker_device() == "cuda" else 1)
-    threads = threads or threads_for(workers)
+    if here:
+        from cluster.training import train_here
+
+        workers, threads = 1, threads or torch.get_num_threads()
+        fit = partial(train_here, plan, threads)
+    else:
+        from cluster.session import gpus_available, worker_device
+        from cluster.training import threads_for, train_on_cluster
+
+        workers = workers or (max(1, gpus_available()) if worker_device() == "cuda" else 1)
+        threads = threads or threads_for(workers)
+        fit = partial(train_on_cluster, plan, workers, threads)
     resumed = {"continuing at update": f"{done:,}"} if done else {}
     show_table("train", _plan_rows(plan) | {"workers × threads": f"{workers} × {threads}", **resumed}, plan=True)
     with shown_updates(done) as show:
         try:
-            train_on_cluster(plan, workers, threads, show)
+            fit(show)
         except KeyboardInterrupt as interrupt:
             kept = Checkpoints(open_place(plan.destination)).load().step
             interrupt.add_note(f"checkpoint of update {kept:,}" if kept else "before the first checkpoint")
@@ -207,12 +228,12 @@ def ablate(
     preset: str = typer.Option("paper", "--preset", help=PRESET_NAMES),
     settings: list[str] = typer.Option([], "--set", help="change a setting in all variants: steps=1000, ..."),
     only: list[str] = typer.Option([], "--only", help="train only this variant; may be repeated; default: all"),
-    workers: int = typer.Option(0, "--workers", help="processes that share each batch; 0: one per GPU, or one"),
+    workers: int = typer.Option(
+        0, "--workers", help="processes on Ray that share each batch; 0: one per GPU, or this process alone"
+    ),
     threads: int = typer.Option(0, "--threads", help="CPU threads per worker; 0: an equal share"),
     cache: str | None = typer.Option(None, "--cache", help="node-local cache folder for features stored on S3"),
-    address: str | None = typer.Option(
-        None, "--address", help="a running Ray cluster; default: start one on this machine"
-    ),
+    address: str | None = typer.Option(None, "--address", help="a running Ray cluster; default: this machine"),
     json: bool = typer.Option(False, "--json", help="print the result as JSON on stdout"),
 ) -> None:
     """Train a model and its ablations (Table 2 of the paper), and print how much each part contributes.
@@ -222,7 +243,6 @@ def ablate(
 
     Example: lattqe ablate features --val held-out --preset photos --to ablations
     """
-    from cluster.session import ray_session
     from lattqe.store import FeatureSet, open_place
     from lattqe.training import make
     from lattqe.training import preset as configuration
@@ -243,10 +263,11 @@ def ablate(
         name: make(there, configuration(preset, dim, [*settings, *known[name]]), features, pairs, neighbors, cache)
         for name, there in where.items()
     }
-    with ray_session(address):
+    here = trains_here(workers, address)
+    with nullcontext() if here else on_ray(address):
         for name, plan in plans.items():
             screen.print(f"[bold]{name}[/bold] {' '.join(known[name])}")
-            table[name] = _variant(plan, where[name], workers, threads)
+            table[name] = _variant(plan, where[name], workers, threads, here)
             place.write("ablations.json", json_module.dumps(table, indent=1).encode())
     show_table("validation mAP", {name: f"{row['map']:.2f} with nQE {row['nqe']}" for name, row in table.items()})
     if json:
@@ -271,12 +292,12 @@ def finished(place: "Place") -> dict[str, Any]:
     return table
 
 
-def _variant(plan: Any, to: str, workers: int, threads: int) -> dict[str, Any]:
+def _variant(plan: Any, to: str, workers: int, threads: int, here: bool) -> dict[str, Any]:
     """Train one variant, unless it is there already; its best validation mAP and nQE."""
     from lattqe.store import load_model
 
     if plan.claim() is None:
-        train_with_progress(plan, workers, threads)
+        train_with_progress(plan, workers, threads, here)
     metrics = load_model(to)[2]
     row = metrics["validation"]["qe"][str(metrics["nqe"])]
     return {"map": row["mean"], "nqe": metrics["nqe"], "sets": row, "model": to, "seconds": metrics["seconds"]}

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from jobs.train import PRESET_NAMES, ablate_app, app, finished
 from lattqe.errors import LattqeError
 from lattqe.store import open_place
-from lattqe.training import PRESETS, preset, train
+from lattqe.training import PRESETS, preset
 from lattqe.training.config import variants
 
 
@@ -62,15 +62,9 @@ def test_help_names_every_preset() -> None:
         assert PRESET_NAMES in " ".join(shown.output.split())
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("local_ray")
-def test_one_more_variant_keeps_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is trained in this process, which starts no worker; the second as users do."""
+def test_one_more_variant_keeps_the_others(tmp_path: Path) -> None:
     for variant in ("no-position", "no-attention"):
-        with monkeypatch.context() as patch:
-            if variant == "no-position":
-                patch.setattr("jobs.train.train_with_progress", lambda plan, *_: train(plan))
-            done = CliRunner().invoke(ablate_app, arguments(tmp_path, "--only", variant))
+        done = CliRunner().invoke(ablate_app, arguments(tmp_path, "--only", variant))
         assert done.exit_code == 0, done.output + repr(done.exception)
     assert list(json.loads((tmp_path / "to" / "ablations.json").read_text())) == ["no-position", "no-attention"]
 
