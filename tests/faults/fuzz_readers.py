@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fuzz_targets import make_targets, try_target
 
 MAX_SECONDS = 5.0  # of processor time for one input: on a busy machine the clock says little
-MAX_WALL_SECONDS = 600.0  # for what waits without working
+MAX_WAITING_SECONDS = 600.0  # asleep, each time one looks; what is stopped, or ready but gets no processor, is not
 MAX_RESIDENT = 1 << 30  # bytes that one input may make the process hold
 MAX_RESERVED = 4 << 30  # bytes that it may ask for; more is refused to it, as a machine without so much would
 TOO_MUCH_MEMORY = 77  # exit code of a worker
@@ -67,18 +67,19 @@ def memory_limit(extra: int) -> Iterator[None]:
 
 
 class Worker:
-    """A process that runs every n-th input; what it is at, and since when, stands in shared memory."""
+    """A process that runs every n-th input; what it is at, and what it had spent before, stand in shared memory."""
 
     def __init__(self, targets: list, seed: int, folder: Path, numbers: range) -> None:
         self.targets, self.seed, self.folder, self.numbers = targets, seed, folder, numbers
         self.current = multiprocessing.sharedctypes.RawValue("q", numbers.start)
-        self.started = multiprocessing.sharedctypes.RawArray("d", 2)  # monotonic, processor time
+        self.started = multiprocessing.sharedctypes.RawValue("d", 0.0)  # its processor time when this input began
         self.counts = multiprocessing.sharedctypes.RawArray("q", len(targets) * len(OUTCOMES))
         self.failures: multiprocessing.SimpleQueue = multiprocessing.get_context("fork").SimpleQueue()
         self.process = self._start()
 
     def _start(self) -> Any:
-        self.started[0], self.started[1] = time.monotonic(), 0.0
+        self.started.value = 0.0
+        self.seen, self.awake = self.current.value, time.monotonic()  # what it was at when last seen awake, and when
         process = multiprocessing.get_context("fork").Process(target=self._work, daemon=True)
         process.start()
         return process
@@ -87,7 +88,7 @@ class Worker:
         before = _peak_memory()
         for number in self.numbers[self.numbers.index(self.current.value) :] if self.current.value >= 0 else ():
             self.current.value = number
-            self.started[0], self.started[1] = time.monotonic(), time.process_time()
+            self.started.value = time.process_time()
             target, rng = choose(self.targets, self.seed, number)
             with memory_limit(MAX_RESERVED):
                 outcome, message = try_target(target, self.folder, rng)
@@ -109,8 +110,11 @@ class Worker:
                 return None
             code = self.process.exitcode
             return f"held more than {MAX_RESIDENT:,} bytes" if code == TOO_MUCH_MEMORY else f"crashed, exit code {code}"
-        seconds = _processor_time(self.process.pid) - self.started[1]
-        if seconds < MAX_SECONDS and time.monotonic() - self.started[0] < MAX_WALL_SECONDS:
+        state, spent = _state(self.process.pid)
+        if state != "S" or self.seen != self.current.value:
+            self.seen, self.awake = self.current.value, time.monotonic()
+        seconds = spent - self.started.value
+        if seconds < MAX_SECONDS and time.monotonic() - self.awake < MAX_WAITING_SECONDS:
             return None
         self.process.kill()
         self.process.join()
@@ -129,12 +133,13 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _processor_time(pid: int) -> float:
+def _state(pid: int) -> tuple[str, float]:
+    """What a process does, as `ps` says it (S: it sleeps), and the seconds of processor time it has had."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return "X", 0.0
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def fuzz(count: int, seed: int, workers: int = 2, first: int = 0, reader: str = "") -> Result:

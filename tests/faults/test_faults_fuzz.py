@@ -63,16 +63,25 @@ class Behaves:
                 end = time.process_time() + 60
                 while time.process_time() < end:
                     pass
+            case "waits":
+                time.sleep(3600)
             case "allocates":
                 np.ones(200 << 20, np.uint8)
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("raises", "KeyError"), ("crashes", "crashed"), ("hangs", "hung"), ("allocates", "held more than")],
+    [
+        ("raises", "KeyError"),
+        ("crashes", "crashed"),
+        ("hangs", "hung"),
+        ("waits", "hung"),
+        ("allocates", "held more than"),
+    ],
 )
 def test_the_fuzzer_sees_faults_and_goes_on(tmp_path, monkeypatch, kind, words):
     monkeypatch.setattr(fuzz_readers, "MAX_SECONDS", 0.5 if kind == "hangs" else 30)
+    monkeypatch.setattr(fuzz_readers, "MAX_WAITING_SECONDS", 0.3 if kind == "waits" else 600)
     monkeypatch.setattr(fuzz_readers, "MAX_RESIDENT", 100 << 20)
     targets = [Behaves("refuses"), Behaves(kind)]
     result = fuzz_readers.Result()
