@@ -19,7 +19,7 @@ endef
 demo: $(STAMP)
 	$(BIN)/lattqe demo --to demo
 
-# Before every commit: no Ray, no S3 server, no kills, nothing that takes more than some three seconds.
+# Before every commit: no Ray, no S3 server, no kills, nothing that takes more than a second or two.
 check: $(STAMP) style
 	$(call tests_and_types,-m "not ray and not s3 and not kill and not slow")
 

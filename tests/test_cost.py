@@ -94,6 +94,7 @@ def jobs_of(base, queries):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "part_bytes"), SIZES)
 def test_bytes_and_products_are_as_planned(tmp_path, capsys, rows, part_bytes):
     write(f"{tmp_path}/features", rows, part_bytes)

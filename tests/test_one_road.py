@@ -280,6 +280,7 @@ def test_queries_of_an_adapted_index_go_through_its_space(world, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_figures")
 def test_a_run_file_measures_what_the_commands_give(world, tmp_path):
     """The model that ships, no option anywhere: augment, search and evaluate, or one run file, which names no more."""

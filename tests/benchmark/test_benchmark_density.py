@@ -71,6 +71,7 @@ def test_cells_hold_the_cut_rows_and_distractors_that_are_relevant_to_nothing(tm
     assert [cell.distractors for cell in alone] == ["no"]
 
 
+@pytest.mark.slow
 def test_a_users_own_sets_get_an_answer(tmp_path: Path) -> None:
     first, second = labelled("first"), labelled("second", seed=1)
     words = ["density", "--to", str(tmp_path / "results"), "--relevant", "1", "--relevant", "0"]

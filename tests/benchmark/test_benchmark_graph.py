@@ -12,6 +12,7 @@ from lattqe.search.lanes import kinds_for
 WORDS = ["knn_graph", "--no-ray", "--rounds", "1", "--threads", "1"]
 
 
+@pytest.mark.slow
 def test_rows_of_a_file_by_the_fastest_kind_and_what_each_k_costs_beyond_products(tmp_path, monkeypatch, capsys):
     np.save(tmp_path / "rows.npy", np.random.default_rng(0).standard_normal((200, 16)).astype(np.float16))
     ran, told, measure = [], [], knn_graph.measure

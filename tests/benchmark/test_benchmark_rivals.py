@@ -81,6 +81,7 @@ def test_rivals_on_the_graph_are_rows_like_all_others(run: Run, tmp_path: Path) 
     assert "kq 5, α" in text
 
 
+@pytest.mark.slow
 def test_columns_of_too_many_rows_are_not_measured_and_the_report_says_so(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -355,6 +355,7 @@ def test_finished_graphs_of_adapted_rows_and_approximate_ones(
         Bench(dataclasses.replace(run, graphs=(theirs.uri,)), f"{tmp_path}/refused")
 
 
+@pytest.mark.slow
 def test_the_papers_own_settings(tmp_path: Path) -> None:
     """Parameters settled again for augmented databases, further powers in figure 3, the paper's numbers in figure 4."""
     alpha = Candidate("alphaqe", "αQE", "test", (4, 16), (4, 8), (4, 6), {"alpha": (1.0, 3.0)}, own_dba=True)

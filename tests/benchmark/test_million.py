@@ -29,6 +29,7 @@ def test_kills_are_drawn_by_the_seed():
     assert all(stage in ("neighbors", "augment", "benchmark") and 0 < share < 1 for stage, share in drawn_kills(50, 0))
 
 
+@pytest.mark.slow
 def test_distractors_look_like_the_photographs(photos_folder: Path, sets: list[distractors.Donors], tmp_path: Path):
     splits = [load_photos(name, "test", photos_folder, columns=128) for name in PHOTO_SETS]
     real = (np.concatenate([each.xb for each in splits]), np.concatenate([each.labels for each in splits]))

@@ -46,6 +46,7 @@ def expanded(xq, xb, ranking, k, weight):
     return x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [128, 512])
 @pytest.mark.parametrize("name", PHOTO_SETS)
 def test_known_numbers_come_out_exactly(photos_folder, name, columns):

@@ -156,6 +156,7 @@ def expand(xq, xb, ranking, k, alpha):
     return x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_difficulty_and_trade_offs_are_those_of_the_documentation(world):
     """Search without expansion is as hard as in the paper, distractors hurt, and no classic setting is good at both."""
     distractors = world.split("distractors").vectors(0, 10_000)

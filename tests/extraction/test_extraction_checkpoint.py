@@ -18,6 +18,7 @@ def bytes_of(content, **options):
     return file.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("legacy", [False, True])
 def test_published_file_gives_the_same_output(network, published, legacy):
     checkpoint = read_checkpoint(published(legacy=legacy), "net.pth")

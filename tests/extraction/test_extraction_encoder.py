@@ -40,6 +40,7 @@ def slow_describe(network, values, mean, std, scales, power):
     return torch.stack(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whitening", [True, False])
 def test_published_file(network, published, tmp_path, whitening):
     state = network.state_dict()
@@ -67,6 +68,7 @@ def test_torchscript(tmp_path):
     check_tiny(open_encoder(EncoderSpec(str(tmp_path / "net.ts"), mean=(0.1, 0.2, 0.3), std=(0.9, 0.8, 0.7)), CPU))
 
 
+@pytest.mark.slow
 def test_torch_export(tmp_path):
     dim = torch.export.Dim
     shapes = ({0: dim("n"), 2: dim("h", min=4), 3: dim("w", min=4)},)

@@ -18,6 +18,7 @@ from lattqe.store.manifest import checksum, parse_manifest
 COUNT = 1000  # `make fuzz` runs 100,000
 
 
+@pytest.mark.slow
 def test_damaged_files_are_refused_or_right():
     result = fuzz(COUNT, seed=1)
     assert result.failures == []
@@ -69,6 +70,7 @@ class Behaves:
                 np.ones(200 << 20, np.uint8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

@@ -62,6 +62,7 @@ def test_help_names_every_preset() -> None:
         assert PRESET_NAMES in " ".join(shown.output.split())
 
 
+@pytest.mark.slow
 def test_one_more_variant_keeps_the_others(tmp_path: Path) -> None:
     for variant in ("no-position", "no-attention"):
         done = CliRunner().invoke(ablate_app, arguments(tmp_path, "--only", variant))

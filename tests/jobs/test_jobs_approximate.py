@@ -64,6 +64,7 @@ def run(capsys):
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_figures")
 def test_from_the_graph_to_the_report(small, run, features, tmp_path):
     """The manifest says what was measured, and every job that uses the graph, or what was made of it, says so too."""

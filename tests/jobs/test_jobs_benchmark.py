@@ -226,6 +226,7 @@ def photos_run(folder: Path, photos_folder: Path, columns: int, *names: str, **c
     return dataclasses.replace(run, datasets=kept, distractors=(), bootstrap=10, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [128, 512])
 def test_the_photos_preset_gives_the_known_numbers(photos_folder: Path, tmp_path: Path, columns: int) -> None:
     alpha = {"alpha": (3.0,)}
@@ -243,6 +244,7 @@ def test_the_photos_preset_gives_the_known_numbers(photos_folder: Path, tmp_path
     assert found == KNOWN[columns]
 
 
+@pytest.mark.slow
 def test_rivals_on_the_graph_give_the_known_numbers(photos_folder: Path, tmp_path: Path) -> None:
     """Those of one set, from a run over all four whose means other code has measured too: 46.2, 53.6 and 53.0."""
     before = Pipeline(Setting("aqewd", 12), Setting("aqewd", 8))
@@ -256,6 +258,7 @@ def test_rivals_on_the_graph_give_the_known_numbers(photos_folder: Path, tmp_pat
     assert [round(row["mean"], 1) for row in results["table3"]] == [44.9, 56.6, 65.9, 63.7]
 
 
+@pytest.mark.slow
 def test_the_table_fits_a_screen_of_100_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     methods = (*FIXED, Candidate("aqewd", "AQEwD", "fixed", (8,), (4,), (4,)))
     results = measure_run(small_run(tmp_path, methods), str(tmp_path))

@@ -30,6 +30,7 @@ def test_fast_equals_the_module(config, dba):
         torch.testing.assert_close(fast.weights(items, mask, dba), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_fast_equals_the_module_at_the_papers_size():
     torch.manual_seed(0)
     network = LAttQE(LAttQEConfig(positional_start="small")).eval()

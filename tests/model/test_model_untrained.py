@@ -30,6 +30,7 @@ def untrained(dim, heads, seeds=2, **changes):
 SIZES = [pytest.param(512, 16, id="512"), pytest.param(2048, 64, id="2048", marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "heads"), SIZES)
 def test_post_norm_with_zero_positions_is_alpha_qe_below_one(dim, heads):
     first, middle, last = untrained(dim, heads, seeds=1)[RANKS].tolist()
@@ -54,6 +55,7 @@ def test_normal_positions_drown_the_vectors():
     assert abs(float(weights[1:9].mean() - weights[25:].mean())) < 0.1  # rank and similarity no longer show
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "heads"), SIZES)
 def test_pre_norm_is_average_expansion_over_all_k(dim, heads):
     weights = untrained(dim, heads, seeds=1, norm="pre")

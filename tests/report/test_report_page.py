@@ -35,6 +35,7 @@ def opened(request: pytest.FixtureRequest, page: Path, tmp_path_factory: pytest.
         yield window
 
 
+@pytest.mark.slow
 def test_it_opens_without_a_word_on_the_console_and_without_the_network(opened: Any) -> None:
     assert opened.get_log("browser") == []
     requests = opened.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")

@@ -198,6 +198,7 @@ def test_thresholds_guessed_from_a_sample_change_nothing(kind, k, monkeypatch):
         assert again == 750
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lanes", [lambda: [NumpyProducts(tile=25)], lambda: [TorchProducts(torch.device("cpu"), tile=25)]]
 )

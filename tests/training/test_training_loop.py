@@ -86,6 +86,7 @@ def undisturbed(
     return plan
 
 
+@pytest.mark.slow
 # Before there is a checkpoint, after a validation, at a checkpoint, between the two stages, within the second.
 @pytest.mark.parametrize("step", [1, 3, 4, 6, 8])
 def test_killed_at_any_kind_of_step_and_continued_gives_the_same_weights(
