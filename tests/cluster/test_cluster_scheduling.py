@@ -6,6 +6,7 @@ were given a GPU on the CPU.
 
 import os
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -85,14 +86,22 @@ def compute(task, plan, cut, **options):
     return NeighborGraph.open(task.to).read()
 
 
-@pytest.fixture
-def cluster():
+@contextmanager
+def started():
     """A head that owns no CPUs."""
     ray.shutdown()
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    yield made
-    ray.shutdown()
-    made.shutdown()
+    try:
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
+
+
+@pytest.fixture
+def cluster():
+    with started() as made:
+        yield made
 
 
 def test_workers_fit_the_nodes(cluster, features, tmp_path):
@@ -115,59 +124,58 @@ def test_workers_fit_the_nodes(cluster, features, tmp_path):
             measure_worker(task, {"num_cpus": 9}, timeout=1)
 
 
-def test_workers_take_declared_gpus_and_stay_on_the_cpu_where_told(cluster, features, tmp_path, monkeypatch):
-    monkeypatch.setenv("LATTQE_DEVICE", "cpu")
-    for _ in range(2):
-        cluster.add_node(num_cpus=2, num_gpus=1)
-    cluster.add_node(num_cpus=4)
-    cluster.wait_for_nodes()
-    folder = tmp_path / "notes"
-    folder.mkdir()
-    monkeypatch.setattr("cluster.graph.GraphWorker", witness(folder, 2))
-    with ray_session(cluster.address):
-        task = GraphTask(features.uri, str(tmp_path / "graph"), K)
-        plan = plan_graph(task)
-        assert plan.workers == 2
-        assert plan.resources == {"num_cpus": 2, "num_gpus": 1}, "no more CPUs than a node with a GPU has"
-        found = compute(task, plan, cut_rows(ROWS, 0, 2, 100))
-    assert len({node for node, *_ in notes(folder, "worked")}) == 2
-    assert {(gpus, device) for _, gpus, device in notes(folder, "worked")} == {("1", "cpu")}
-    np.testing.assert_array_equal(found[0], knn_graph(features.read(), K)[0])
+class TestDeclaredGpus:
+    """On two nodes with a GPU and two CPUs, and one with four CPUs; workers stay on the CPU, as told."""
 
+    @pytest.fixture(scope="class")
+    def address(self):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LATTQE_DEVICE", "cpu")  # which nodes inherit
+            with started() as cluster:
+                for _ in range(2):
+                    cluster.add_node(num_cpus=2, num_gpus=1)
+                cluster.add_node(num_cpus=4)
+                cluster.wait_for_nodes()
+                yield cluster.address
 
-def test_hops_planned_for_gpus_take_declared_ones(cluster, tmp_path, monkeypatch):
-    """On torch's CPU device, which sums as a GPU does."""
-    monkeypatch.setenv("LATTQE_DEVICE", "cpu")
-    for _ in range(2):
-        cluster.add_node(num_cpus=2, num_gpus=1)
-    cluster.wait_for_nodes()
-    world, folder = make_world(tmp_path), tmp_path / "notes"
-    folder.mkdir()
+    def test_graph_workers_take_them(self, address, features, tmp_path, monkeypatch):
+        folder = tmp_path / "notes"
+        folder.mkdir()
+        monkeypatch.setattr("cluster.graph.GraphWorker", witness(folder, 2))
+        with ray_session(address):
+            task = GraphTask(features.uri, str(tmp_path / "graph"), K)
+            plan = plan_graph(task)
+            assert plan.workers == 2
+            assert plan.resources == {"num_cpus": 2, "num_gpus": 1}, "no more CPUs than a node with a GPU has"
+            found = compute(task, plan, cut_rows(ROWS, 0, 2, 100))
+        assert len({node for node, *_ in notes(folder, "worked")}) == 2
+        assert {(gpus, device) for _, gpus, device in notes(folder, "worked")} == {("1", "cpu")}
+        np.testing.assert_array_equal(found[0], knn_graph(features.read(), K)[0])
 
-    class Witness(HopWorker):
-        def __init__(self, task):
-            super().__init__(task)
-            (folder / f"up {os.getpid()} {len(ray.get_gpu_ids())} {self.sums.device}").touch()
+    def test_hops_planned_for_gpus_take_them(self, address, tmp_path, monkeypatch):
+        """On torch's CPU device, which sums as a GPU does."""
+        world, folder = make_world(tmp_path), tmp_path / "notes"
+        folder.mkdir()
 
-    monkeypatch.setattr("cluster.augmentation.HopWorker", Witness)
-    with ray_session(cluster.address):
-        assert (hop_workers(), hop_workers("cuda")) == (4, 2)
-        task = begun(world, device="cuda")
-        run_hops(task, no_bar, AugmentSummary())
-    assert {tuple(note[1:]) for note in notes(folder, "up")} == {("1", "cpu")}
-    np.testing.assert_allclose(published(task).read(), expected(world), rtol=0, atol=1e-5)
+        class Witness(HopWorker):
+            def __init__(self, task):
+                super().__init__(task)
+                (folder / f"up {os.getpid()} {len(ray.get_gpu_ids())} {self.sums.device}").touch()
 
+        monkeypatch.setattr("cluster.augmentation.HopWorker", Witness)
+        with ray_session(address):
+            assert (hop_workers(), hop_workers("cuda")) == (8, 2)
+            task = begun(world, device="cuda")
+            run_hops(task, no_bar, AugmentSummary())
+        assert {tuple(note[1:]) for note in notes(folder, "up")} == {("1", "cpu")}
+        np.testing.assert_allclose(published(task).read(), expected(world), rtol=0, atol=1e-5)
 
-def test_training_stays_on_the_cpu_where_told(cluster, tmp_path, monkeypatch):
-    """With GPUs it would ask for NCCL, and for one of them: here for the CPUs of a node that has none."""
-    monkeypatch.setenv("LATTQE_DEVICE", "cpu")
-    cluster.add_node(num_cpus=1, num_gpus=1)
-    cluster.add_node(num_cpus=2)
-    cluster.wait_for_nodes()
-    plan = plan_for(write_sets(tmp_path), tmp_path / "model", "steps=2", "temperature_steps=0")
-    with ray_session(cluster.address):
-        train_on_cluster(plan, workers=1, threads=2, placing_seconds=0)
-    assert load_model(plan.destination)[2]["device"] == "cpu"
+    def test_training_takes_none(self, address, tmp_path):
+        """It would ask for NCCL and for one of them: here for more CPUs than any node with a GPU has."""
+        plan = plan_for(write_sets(tmp_path), tmp_path / "model", "steps=2", "temperature_steps=0")
+        with ray_session(address):
+            train_on_cluster(plan, workers=1, threads=4, placing_seconds=0)
+        assert load_model(plan.destination)[2]["device"] == "cpu"
 
 
 def test_a_node_that_joins_late_gets_work(cluster, features, tmp_path, monkeypatch):
