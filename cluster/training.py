@@ -40,6 +40,7 @@ MAX_STARTS = int(GROW_SECONDS / 60)
 # The others wait while the leader searches for validation. A worker that has died is noticed at once, by Ray.
 COLLECTIVE_SECONDS = 24 * 3600
 POLL_SECONDS = 0.25
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PLACING_SECONDS = 60.0  # for nodes to come that have room for all workers
 STOP_SECONDS = 6.0  # after Ctrl-C: for the update that runs and its checkpoint; then the last checkpoint must do
 LEAVE_SECONDS = 3.0  # and for Ray Train to see that its workers have ended
@@ -139,9 +140,11 @@ def train_here(
     from ray.train.torch import TorchTrainer
     from threadpoolctl import threadpool_limits
 
-    from lattqe.device import pick_device
+    from lattqe.device import pick_device, torch_threads
     from lattqe.training import Team, train
 
+    if all(name in os.environ for name in TORCHRUN):  # Ray Train would join a group of processes that train the same
+        raise LattqeError("torchrun does not start lattqe train: give --workers N, without torchrun")
     board, device = Board(), pick_device()
 
     def tell(progress: "TrainingProgress") -> bool:
@@ -149,8 +152,7 @@ def train_here(
 
     def work() -> None:
         count = threads or torch.get_num_threads()
-        torch.set_num_threads(count)  # of this thread alone
-        with threadpool_limits(count):
+        with torch_threads(count), threadpool_limits(count):
             train(plan, Team(device=device), tell)
 
     logging.getLogger("ray.train").setLevel(logging.ERROR)  # which would announce its local mode

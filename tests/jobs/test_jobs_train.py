@@ -18,7 +18,7 @@ from killing import end_session, killed_midway
 from training_sets import DIM, TINY, clusters, plan_for, write_set, write_sets
 from typer.testing import CliRunner
 
-from cluster.training import Standing
+from cluster.training import TORCHRUN, Standing
 from jobs.train import app, shown_updates
 from lattqe.search.stored import publish_graph
 from lattqe.store import FeatureSet, FeatureWriter, load_model
@@ -269,6 +269,14 @@ def test_a_database_too_small_to_choose_on_is_refused_before_ray_starts(
 )
 def test_bad_settings_are_refused_by_name(sets: dict[str, str], tmp_path: Path, setting: str, message: str) -> None:
     assert message in refusal(arguments(sets, tmp_path / "model", setting))
+
+
+def test_torchrun_is_refused(sets: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Train's local mode would join its group, in which every process trains the same and writes to one place."""
+    for name in TORCHRUN:
+        monkeypatch.setenv(name, "1")
+    assert "give --workers N, without torchrun" in refusal(arguments(sets, tmp_path / "model"))
+    assert not (tmp_path / "model" / "manifest.json").exists()
 
 
 def test_unequal_numbers_of_databases_and_queries_are_refused(sets: dict[str, str], tmp_path: Path) -> None:
