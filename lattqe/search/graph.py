@@ -135,7 +135,7 @@ def fastest_kind(
         return np.array([taken(), time.perf_counter()]) - before  # what is compared, and on the clock
 
     kinds = ("faiss",) if engine == "faiss" else kinds_for(device)
-    trial = x[:: -(-len(x) // TRIAL_ROWS)]
+    trial = x[:: max(-(-len(x) // TRIAL_ROWS), 1)]
     # Twice, as the first time pays for loading libraries.
     first = {kind: np.minimum(spent(trial, kind), spent(trial, kind)) for kind in (kinds[:1] if small else kinds)}
     if small:

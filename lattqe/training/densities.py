@@ -193,8 +193,8 @@ class DensitySampler:
             k=min(draw_k(config, rng), len(vectors) - 1),
             positive_rows=torch.from_numpy(positive),
             labels=torch.from_numpy(labels),
-            hops=int(rng.integers(config.hops - 1, config.hops + 2)),
-            row_k=min(int(rng.integers(config.hop_k // 2, config.hop_k + 1)), len(vectors) - 1),
+            hops=int(rng.integers(max(config.hops - 1, 1), config.hops + 2)),  # 0 would be a batch of queries alone
+            row_k=min(int(rng.integers(max(config.hop_k // 2, 1), config.hop_k + 1)), len(vectors) - 1),
             hopping=hopping,
         )
 

@@ -213,3 +213,9 @@ def test_kinds_are_measured_only_where_the_graph_is_worth_it(monkeypatch):
     graph.fastest_kind(x, 8, rows=10**6, seconds=0.0)
     assert {kind for _, kind in computed} == set(kinds_for())
     assert len(x) in {rows for rows, _ in computed}
+
+
+def test_a_sample_of_no_rows_takes_the_first_kind():
+    kind, rate = graph.fastest_kind(np.zeros((0, 16), np.float32), 8, rows=0)
+    assert kind == kinds_for()[0]
+    assert rate == 0

@@ -80,6 +80,15 @@ def test_a_batch_is_a_function_of_its_step_and_parts_add_up(data, config):
         assert (whole.hops > 0) == (step % config.hop_every == 0)
 
 
+def test_a_batch_of_one_hop_has_a_hop_and_neighbors(data):
+    """Draws around the smallest settings: no hop at all would be a batch of queries alone."""
+    sampler = DensitySampler(data, preset("universal", 16, [*SMALL, "hops=1", "hop_k=1", "hop_every=1"]))
+    for step in range(12):
+        batch = sampler.batch(step, slice(0, 8))
+        assert batch.hops >= 1
+        assert batch.row_k >= 1
+
+
 @pytest.mark.parametrize("changes", GATED.values(), ids=GATED)
 def test_every_ablation_can_be_trained(data, changes):
     config = preset("universal", 16, [*SMALL, "slots=4", *changes])
