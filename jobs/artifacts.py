@@ -201,8 +201,9 @@ def verify(
     ] = 0,
 ) -> None:
     """Check every checksum and every invariant of a stored artifact: exit code 0, or 1 and the first fault."""
-    from lattqe.store.artifacts import model_address, open_artifact, verify_artifact
+    from lattqe.store.artifacts import open_artifact, verify_artifact
     from lattqe.store.manifest import describe_kind
+    from lattqe.store.models import model_address
 
     started, uri = time.monotonic(), model_address(uri)
     try:

@@ -16,7 +16,7 @@ from jobs.console import APPROXIMATE_GRAPH, ProgressBar, human_bytes, print_json
 from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS
 from lattqe.expansion.base import Parameter
-from lattqe.store.artifacts import model_address
+from lattqe.store.models import model_address
 
 if TYPE_CHECKING:
     from cluster.indexes import Built, IndexStage

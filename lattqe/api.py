@@ -32,7 +32,7 @@ from lattqe.search.graph import fastest_kind, sample_size
 from lattqe.search.rows import check_k
 from lattqe.search.stored import ProductClock
 from lattqe.store import FeatureSet, NeighborGraph, Ranks, open_place, read_manifest
-from lattqe.store.artifacts import model_address
+from lattqe.store.models import model_address
 
 # Rows augmented, or queries searched, between two calls of `progress`; their weights never need much memory.
 ROW_BLOCK = 4096

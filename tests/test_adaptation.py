@@ -15,9 +15,11 @@ from lattqe.adaptation import FEWEST, Adaptation, adapt_to, learn
 from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.search import FlatIndex
 from lattqe.store import read_manifest, save_model
-from lattqe.store.artifacts import CONFIG, TENSORS, load_model, open_place, verify_artifact
+from lattqe.store.artifacts import verify_artifact
 from lattqe.store.manifest import Part
+from lattqe.store.models import CONFIG, TENSORS, load_model
 from lattqe.store.parts import checksum
+from lattqe.store.place import open_place
 from lattqe.whitening import Whitening, load_map
 
 BOUND = 2e-5  # of a component: the maps and what goes through them are float32

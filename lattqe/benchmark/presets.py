@@ -27,8 +27,8 @@ from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS
 from lattqe.expansion.diffusion import Propagation
 from lattqe.store import FeatureSet, FeatureWriter, open_place
-from lattqe.store.artifacts import model_address
 from lattqe.store.local import scratch_folder
+from lattqe.store.models import model_address
 
 PHOTO_COLUMNS = 128  # trains in minutes on two cores
 DENSITY_COLUMNS = (128, 512)

@@ -31,7 +31,7 @@ from lattqe.benchmark.spec import (
 from lattqe.errors import LattqeError
 from lattqe.expansion import METHODS, create
 from lattqe.expansion.base import HOP_ALPHA, check_hops
-from lattqe.store.artifacts import SHIPPED, model_address
+from lattqe.store.models import SHIPPED, model_address
 
 MOST_BYTES = 1 << 20  # of a run's file: more is not written by hand
 MOST_NESTED = 8

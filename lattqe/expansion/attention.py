@@ -16,7 +16,7 @@ from lattqe.model.fast import PRECISIONS, FastLAttQE, check_precision, shared_wi
 from lattqe.model.gated import WholeList
 from lattqe.model.network import LAttQE
 from lattqe.store import open_place, read_manifest
-from lattqe.store.artifacts import model_address
+from lattqe.store.models import model_address
 
 FEW_ROWS = 200  # of a database, in which features flow less; chosen on validation
 

@@ -1,15 +1,6 @@
 """Stored artifacts: feature sets, neighbor graphs, ranks and models on disk or S3."""
 
-from lattqe.store.artifacts import (
-    Edges,
-    NeighborGraph,
-    Ranks,
-    StoredFiles,
-    check_input_kind,
-    load_model,
-    open_artifact,
-    save_model,
-)
+from lattqe.store.artifacts import Edges, NeighborGraph, Ranks, StoredFiles, check_input_kind, open_artifact
 from lattqe.store.features import FeatureSet, comparable_labels
 from lattqe.store.manifest import (
     Manifest,
@@ -23,6 +14,7 @@ from lattqe.store.manifest import (
     read_manifest,
     row_bytes,
 )
+from lattqe.store.models import load_model, save_model
 from lattqe.store.parts import edges_table, features_table, neighbors_table, ranks_table
 from lattqe.store.pending import Pending
 from lattqe.store.place import ChangedError, MissingFileError, Place, UnavailableError, open_place

@@ -1,32 +1,16 @@
-"""Stored artifacts beside features: lists (graphs, edges, ranks) and models; opening and checking one of any kind.
+"""Stored lists (graphs, edges, ranks); opening and checking an artifact of any kind."""
 
-A model is `model.safetensors`, `config.json`, `metrics.json` and the manifest. Never a pickle.
-"""
-
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import safetensors.numpy
 
-from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
+from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.store.features import NORM_TOLERANCE, FeatureSet, IdRegister, check_ids, norms
-from lattqe.store.manifest import (
-    Manifest,
-    Part,
-    check_columns,
-    checksum,
-    describe_kind,
-    parse_json,
-    plain_json,
-    read_manifest,
-    schema_of,
-)
+from lattqe.store.manifest import Manifest, check_columns, describe_kind, read_manifest, schema_of
+from lattqe.store.models import model_address
 from lattqe.store.parts import StoredRows, column_matrix, load_part
-from lattqe.store.pending import check_inputs, claim, make_plan, publish_manifest
 from lattqe.store.place import Place, open_place
 
 MAX_K = 1 << 24
@@ -192,84 +176,8 @@ def _list_length(manifest: Manifest, uri: str) -> int:
     return k
 
 
-TENSORS, CONFIG, METRICS = "model.safetensors", "config.json", "metrics.json"
-DEFAULT_MODEL = "lattqe://universal"
-SHIPPED = {"universal": DEFAULT_MODEL}  # models that are part of the package, by the names users give them
 # Rows looked at in one go.
 BLOCK = 16_384
-
-
-def model_address(model: str | None) -> str:
-    """Where a model is stored: None is the default, the name of a shipped model its address, all else as it is.
-
-    A folder of such a name is `./universal`.
-    """
-    return DEFAULT_MODEL if model is None else SHIPPED.get(model, model)
-
-
-def save_model(
-    uri: str,
-    tensors: Mapping[str, np.ndarray],
-    config: Mapping[str, Any],
-    metrics: Mapping[str, Any],
-    inputs: Mapping[str, Mapping[str, str]] | None = None,
-) -> Manifest:
-    """Store a model; a destination that holds the same model already is left as it is."""
-    if not tensors:
-        raise LattqeError(f"a model without tensors cannot be stored at {uri}")
-    check_inputs(inputs)
-    # Not `ascontiguousarray`: it would turn a scalar into a vector of one.
-    arrays = {name: np.asarray(array, order="C") for name, array in sorted(tensors.items())}
-    for name, array in arrays.items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise LattqeError(f"tensor {name!r} holds NaN or infinity: such a model is not stored")
-    files = {
-        TENSORS: safetensors.numpy.save(arrays),
-        CONFIG: _pretty(config, "the model's config"),
-        METRICS: _pretty(metrics, "the model's metrics"),
-    }
-    parts = tuple(Part(name, 0, len(data), checksum(data)) for name, data in files.items())
-    plan = make_plan("model", {"tensors": _shapes(arrays)}, config, inputs, None)
-    place = open_place(uri)
-    manifest = Manifest("model", 0, parts, plan["fields"], plan["config"], plan["inputs"])
-    finished = claim(place, plan)
-    if finished is not None:
-        if finished.digest == manifest.digest:
-            return finished
-        raise AlreadyExistsError(f"{uri} holds another model: choose another destination or delete it")
-    for name, data in files.items():
-        place.write(name, data)
-    for part in parts:  # two trainings with one configuration make two models: what is there must still be ours
-        load_part(place, part)
-    return publish_manifest(place, manifest)
-
-
-def load_model(uri: str) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, Any], Manifest]:
-    """(tensors, config, metrics, manifest) of a stored model, all checksums checked."""
-    place = open_place(uri)
-    manifest = read_manifest(place, "model")
-    by_name = {part.name: part for part in manifest.parts}
-    if set(by_name) != {TENSORS, CONFIG, METRICS}:
-        raise CorruptDataError(f"{uri} is not a model: its files are {sorted(by_name)}")
-    files = {name: load_part(place, part).to_pybytes() for name, part in by_name.items()}
-    try:
-        tensors = safetensors.numpy.load(files[TENSORS])
-    except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise CorruptDataError(f"{uri}/{TENSORS} is not a readable safetensors file: {error}") from error
-    if plain_json(_shapes(tensors), "tensors") != manifest.fields.get("tensors"):
-        raise CorruptDataError(f"{uri}/{TENSORS} holds other tensors than its manifest says")
-    config, metrics = (parse_json(files[name], f"{uri}/{name}") for name in (CONFIG, METRICS))
-    return tensors, config, metrics, manifest
-
-
-def _shapes(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    return {name: {"shape": list(array.shape), "dtype": array.dtype.name} for name, array in sorted(tensors.items())}
-
-
-def _pretty(value: Mapping[str, Any], what: str) -> bytes:
-    return json.dumps(plain_json(dict(value), what), indent=1, sort_keys=True).encode() + b"\n"
-
-
 OnBytes = Callable[[int], None]
 
 

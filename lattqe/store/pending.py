@@ -32,7 +32,7 @@ from lattqe.store.manifest import (
     unseal_json,
 )
 from lattqe.store.parts import decode_part, encode_part, load_part
-from lattqe.store.place import MissingFileError, Place, open_place
+from lattqe.store.place import Bytes, MissingFileError, Place, open_place
 
 PARALLEL_DELETES = 8
 KEYS = {"kind": str, "fields": dict, "config": dict, "inputs": dict, "part_rows": list | None, "code_version": str}
@@ -151,6 +151,24 @@ def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
 def _short(value: Any) -> str:
     text = canonical_json(value).decode()
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def keep_first(place: Place, name: str, ours: Bytes) -> pa.Buffer:
+    """Store a file that other processes may be about to store too: what stands there then, the first one's for ever.
+
+    Another's is read twice, unless it is ours.
+    """
+    data = pa.py_buffer(ours)
+    try:
+        place.create(name, data)
+    except AlreadyExistsError:
+        there = place.fetch(name)
+        if there != data and there != place.fetch(name):
+            raise CorruptDataError(
+                f"{place.uri}/{name} was damaged on its way from the storage: run the same command again"
+            ) from None
+        return there
+    return data
 
 
 def publish_manifest(place: Place, manifest: Manifest) -> Manifest:
@@ -304,23 +322,11 @@ class Pending:
                 f"part {number} of {self.uri} has columns {columns}, {schema_columns(table.schema)} were given"
             )
         data = encode_part(table, table.schema)
-        try:
-            self.place.create(name, data)
-        except AlreadyExistsError:
-            data = self._adopt(name, data)
-            decode_part(data, columns, rows, f"{self.uri}/{name}")
+        if (there := keep_first(self.place, name, data)) != data:
+            decode_part(data := there, columns, rows, f"{self.uri}/{name}")
         receipt = vars(Part(name, rows, data.size, checksum(data)))
         if find_manifest(self.place) is None:
             self.place.write(_receipt_name(number), seal_json(receipt))
-
-    def _adopt(self, name: str, ours: pa.Buffer) -> pa.Buffer:
-        """The part that another process has stored: ours, or one of which two readings agree."""
-        there = self.place.fetch(name)
-        if there != ours and there != self.place.fetch(name):
-            raise CorruptDataError(
-                f"{self.uri}/{name} was damaged on its way from the storage: run the same command again"
-            )
-        return there
 
     def finish(self, measured: Mapping[str, Any] | None = None) -> Manifest:
         """Publish the manifest when all parts are there; the same one, whichever of several drivers is first.

@@ -15,8 +15,9 @@ from lattqe.errors import LattqeError
 from lattqe.model import LAttQE
 from lattqe.model.network import VERSION
 from lattqe.store import FeatureSet, Manifest, NeighborGraph, open_place
-from lattqe.store.artifacts import check_input_kind, model_address
+from lattqe.store.artifacts import check_input_kind
 from lattqe.store.features import check_same_naming, comparable_labels
+from lattqe.store.models import model_address
 from lattqe.store.pending import claim, make_plan
 from lattqe.store.place import node_folder
 from lattqe.training.checkpoint import Team

@@ -11,7 +11,8 @@ from PIL import Image
 
 from lattqe.benchmark.cells import Measured
 from lattqe.store import FeatureWriter, open_place
-from lattqe.store.artifacts import METRICS, verify_artifact
+from lattqe.store.artifacts import verify_artifact
+from lattqe.store.models import METRICS
 
 DIM, CLASSES, IMAGES, K = 16, 60, 12, 12
 PHOTOS = 24

@@ -10,12 +10,16 @@ import torch
 from network_variants import ABLATIONS, ablation
 from test_model_network import EXTENDED, SMALL, lists, make
 
-from lattqe.errors import CorruptDataError, LattqeError
+from lattqe.errors import AlreadyExistsError, CorruptDataError, LattqeError
 from lattqe.expansion import create
 from lattqe.model import LAttQE
 from lattqe.model.network import VERSION
-from lattqe.store import load_model, save_model
-from lattqe.store.artifacts import DEFAULT_MODEL, verify_artifact
+from lattqe.store import load_model, open_place, save_model
+from lattqe.store.artifacts import verify_artifact
+from lattqe.store.models import DEFAULT_MODEL
+from lattqe.store.pending import claim, make_plan
+
+SHAPES = {"w": {"shape": [2, 3], "dtype": "float32"}}
 
 
 @pytest.mark.parametrize("config", [*(ablation(SMALL, name) for name in sorted(ABLATIONS)), EXTENDED])
@@ -49,6 +53,48 @@ def test_a_method_takes_where_a_network_is_stored(tmp_path):
     np.testing.assert_array_equal(stored.expand(*arguments).vectors, given.expand(*arguments).vectors)
     assert stored.params == {"model": uri, "dba": False, "precision": "float32"}
     assert json.dumps(given.params)
+
+
+def weights(value):
+    return {"w": np.full((2, 3), value, np.float32)}
+
+
+@pytest.mark.parametrize("left", [["model.safetensors"], ["model.safetensors", "config.json", "metrics.json"]])
+def test_what_a_killed_writer_has_stored_is_published(tmp_path, left):
+    """Measured seconds differ from run to run: what is published is what is there."""
+    place, plan = open_place(str(tmp_path / "model")), make_plan("model", {"tensors": SHAPES}, {"a": 1}, None, None)
+    save_model(str(tmp_path / "whole"), weights(1), {"a": 1}, {"seconds": 1.5})
+    assert claim(place, plan) is None
+    for name in left:
+        place.write(name, open_place(str(tmp_path / "whole")).read(name))
+    save_model(str(tmp_path / "model"), weights(1), {"a": 1}, {"seconds": 2.5})
+    tensors, _, metrics, _ = load_model(str(tmp_path / "model"))
+    verify_artifact(str(tmp_path / "model"))
+    np.testing.assert_array_equal(tensors["w"], weights(1)["w"])
+    assert metrics == {"seconds": 1.5 if "metrics.json" in left else 2.5}
+
+
+def test_two_writers_leave_one_sound_model_and_the_other_is_told(tmp_path):
+    """One stores its weights between the other's claim and the other's weights."""
+    uri = str(tmp_path / "model")
+    place = open_place(uri)
+    assert claim(place, make_plan("model", {"tensors": SHAPES}, {"a": 1}, None, None)) is None
+    save_model(str(tmp_path / "whole"), weights(1), {"a": 1}, {})
+    place.write("model.safetensors", open_place(str(tmp_path / "whole")).read("model.safetensors"))
+    with pytest.raises(AlreadyExistsError, match="with other weights than these"):
+        save_model(uri, weights(2), {"a": 1}, {})
+    verify_artifact(uri)
+    np.testing.assert_array_equal(load_model(uri)[0]["w"], weights(1)["w"])
+
+
+def test_files_of_another_network_are_not_published(tmp_path):
+    uri = str(tmp_path / "model")
+    place = open_place(uri)
+    assert claim(place, make_plan("model", {"tensors": SHAPES}, {"a": 1}, None, None)) is None
+    place.write("model.safetensors", b"no tensors at all")
+    with pytest.raises(CorruptDataError, match="not a readable safetensors file"):
+        save_model(uri, weights(2), {"a": 1}, {})
+    assert not (tmp_path / "model" / "manifest.json").exists()
 
 
 def parts(config=SMALL):

@@ -12,7 +12,8 @@ from lattqe.errors import CorruptDataError, LattqeError
 from lattqe.expansion import create
 from lattqe.model import LAttQE
 from lattqe.store import load_model, open_place
-from lattqe.store.artifacts import DEFAULT_MODEL, model_address, verify_artifact
+from lattqe.store.artifacts import verify_artifact
+from lattqe.store.models import DEFAULT_MODEL, model_address
 
 FOLDER = Path(lattqe.__file__).parent / "models" / "universal"
 
