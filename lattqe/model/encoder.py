@@ -111,14 +111,16 @@ class Encoder(nn.Module):
         self.down = nn.Linear(config.hidden, width)
         self.norm_ffn = nn.LayerNorm(width)
 
-    def forward(self, x: torch.Tensor, valid: torch.Tensor, relations: torch.Tensor | None) -> torch.Tensor:
-        """Tokens (n, t, W) to tokens (n, t, W)."""
+    def forward(
+        self, x: torch.Tensor, valid: torch.Tensor, relations: torch.Tensor | None, places: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Tokens (n, t, W) to tokens (n, t, W); of tokens at certain places (m,) of n * t alone, (m, W) to (m, W)."""
         if self.has_attention:
             bias = self.attention_bias(valid, relations)
             if self.pre:
-                x = x + self.dropout(self.attend(self.norm_attention(x), bias))
+                x = x + self.dropout(self.attend(self.norm_attention(x), bias, places))
             else:
-                x = self.norm_attention(x + self.dropout(self.attend(x, bias)))
+                x = self.norm_attention(x + self.dropout(self.attend(x, bias, places)))
         if self.pre:
             return x + self.dropout(self.connect(self.norm_ffn(x)))
         return self.norm_ffn(x + self.dropout(self.connect(x)))
@@ -137,14 +139,20 @@ class Encoder(nn.Module):
             mask = mask & ~torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device)
         return bias.masked_fill(~mask, -torch.inf)
 
-    def attend(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """Multi-head scaled dot-product attention of tokens (n, t, W)."""
-        n, t, width = x.shape
-        q, k, v = self.qkv(x).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+    def attend(self, x: torch.Tensor, bias: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+        """Multi-head scaled dot-product attention of tokens (n, t, W), or of those at certain places alone."""
+        if places is None:
+            return self.out(self.mix(self.qkv(x), bias))
+        n, t = len(bias), bias.shape[-1]
+        return self.out(self.mix(spread(self.qkv(x), places, n, t), bias).view(n * t, -1).index_select(0, places))
+
+    def mix(self, qkv: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """What each item takes from the others: its q, k and v (n, t, 3 W) to (n, t, W)."""
+        n, t, width = *qkv.shape[:2], qkv.shape[2] // 3
+        q, k, v = qkv.view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         # No dropout of attention weights: Vaswani et al. drop sub-layer outputs only, and it would draw its mask from
         # a generator that training cannot split by query.
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        return self.out(mixed.transpose(1, 2).reshape(n, t, width))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).reshape(n, t, width)
 
     def connect(self, x: torch.Tensor) -> torch.Tensor:
         """The two fully connected layers."""
@@ -178,11 +186,22 @@ class Stack(nn.Module):
         self.final = nn.LayerNorm(config.token_width) if config.norm == "pre" else nn.Identity()
 
     def forward(self, inputs: EncoderInputs) -> torch.Tensor:
-        """Transformed tokens (n, t, W)."""
-        x = inputs.tokens
+        """Transformed tokens (n, t, W); in training those of invalid places may be zeros, for nothing reads them."""
+        x, places = inputs.tokens, None
+        n, t, width = x.shape
+        # In the paper's training half of the places are dropped or padding. A GPU would be waited for to count them.
+        if self.training and inputs.relations is None and x.device.type == "cpu":
+            places = inputs.valid.flatten().nonzero()[:, 0]
+            x = x.reshape(n * t, width).index_select(0, places)
         for encoder in self.encoders:
-            x = encoder(x, inputs.valid, inputs.relations)
-        return self.final(x)
+            x = encoder(x, inputs.valid, inputs.relations, places)
+        x = self.final(x)
+        return x if places is None else spread(x, places, n, t)
+
+
+def spread(x: torch.Tensor, places: torch.Tensor, n: int, t: int) -> torch.Tensor:
+    """Tokens (m, W) put where they belong among n * t places, zeros elsewhere: (n, t, W)."""
+    return x.new_zeros(n * t, x.shape[1]).index_copy(0, places, x).view(n, t, -1)
 
 
 @dataclass(frozen=True)

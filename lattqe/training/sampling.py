@@ -59,16 +59,20 @@ class SlotMasks:
     def __init__(self, seed: int, slots: range, device: torch.device) -> None:
         self.seed, self.slots = seed, slots
         self.generators = [torch.Generator(device=device) for _ in slots]
+        self.tokens: list[int] = []
 
-    def begin(self, step: int) -> None:
-        """Set the generators to where they stand at the beginning of a step."""
+    def begin(self, step: int, valid: torch.Tensor | None = None) -> None:
+        """Set the generators to where they stand at the beginning of a step; valid (b, t): what its lists hold."""
+        if valid is not None and valid.device.type == "cpu":
+            self.tokens = [int(part.sum()) for part in valid.chunk(len(self.generators))]
         for slot, source in zip(self.slots, self.generators):
             source.manual_seed(torch_seed(self.seed, Stream.DROPOUT, step, slot))
 
     def draw(self, like: torch.Tensor, keep: float) -> torch.Tensor:
-        """A mask like (n, ...) of zeros and 1 / keep; n is a whole number of slots."""
+        """A mask like (n, ...) of zeros and 1 / keep: n is a whole number of slots, or (m, W) their valid tokens."""
         mask = torch.empty_like(like)
-        for part, source in zip(mask.chunk(len(self.generators)), self.generators):
+        parts = mask.split(self.tokens) if self.tokens and like.dim() == 2 else mask.chunk(len(self.generators))
+        for part, source in zip(parts, self.generators):
             part.bernoulli_(keep, generator=source)
         return mask.div_(keep)
 

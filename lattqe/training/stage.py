@@ -286,7 +286,7 @@ class TrainingStage:
         (accumulate, 1 + parts), on the CPU: the one time in an update that the device is waited for. Before: (0, …).
         """
         self.network.train(not self.dba)
-        self.masks.begin(step)
+        self.masks.begin(step, None if self.network.config.relational else batch.valid)
         loss, parts = self._loss(batch)
         # Gradients are averaged over the workers; the loss is a share of a sum.
         (loss * (self.team.size / self.config.accumulate)).backward()

@@ -180,6 +180,22 @@ def test_padding_changes_nothing_whatever_it_holds(config):
     assert (padded.weights[:, 6:] == 0).all()
 
 
+@pytest.mark.parametrize("changes", [{}, {"norm": "pre"}, {"attention": False}], ids=["post", "pre", "connected"])
+def test_training_leaves_out_what_is_dropped_and_gets_the_same(changes):
+    network = make(LAttQEConfig(**{**SMALL.to_dict(), "dropout": 0.0, **changes}))
+    items, valid = lists(6, 9, 32), torch.rand(6, 10, generator=torch.Generator().manual_seed(1)) < 0.5
+    valid[:, 0] = True
+    found = {}
+    for training in (False, True):
+        network.train(training).zero_grad()
+        output = network(items, valid)
+        ((output.weights**2).sum() + (output.auxiliary**2 * valid[:, 1:]).sum()).backward()
+        found[training] = [output.weights, *(value.grad for value in network.parameters() if value.grad is not None)]
+    assert len(found[True]) == len(found[False]) > 10
+    for whole, packed in zip(found[False], found[True]):
+        torch.testing.assert_close(packed, whole, atol=1e-5, rtol=1e-4)
+
+
 def test_a_dropped_neighbor_leaves_the_ranks_of_the_others():
     network = make()
     items = lists(2, 5, 32)
