@@ -82,9 +82,9 @@ def readable(value: Any, name: str = "") -> str:
     """A fact on one line: whole numbers with commas or, by their name, as bytes; several facts one after the other."""
     if isinstance(value, dict):
         return ", ".join(f"{each} {readable(one, each)}" for each, one in value.items())
-    if isinstance(value, int) and not isinstance(value, bool):
-        return human_bytes(value) if name.endswith("_bytes") or name.startswith("bytes_") else f"{value:,}"
-    return str(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        return str(value)
+    return human_bytes(value) if name.endswith("_bytes") or name.startswith("bytes_") else f"{value:,}"
 
 
 def note_approximate(*used: Any) -> None:
@@ -306,6 +306,22 @@ def group(verb: str, line: str) -> tuple[typer.Typer, Callable[[Callable[..., An
 
 class PlainCommand(TyperCommand):
     """A command whose help is text: what stands in [brackets] is shown, not taken for markup."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse `train A --val B C`, which many mean as two sets to validate on: C would be trained on."""
+        options = {name: param for param in self.params for name in param.opts if name.startswith("-")}
+        several, seen, last = any(param.nargs == -1 for param in self.params), False, ""
+        words = iter(args[: args.index("--")] if "--" in args else args)
+        for word in words:
+            if not word.startswith("-"):
+                if last and seen and several:
+                    raise LattqeError(f"{last} takes one value, and {word!r} follows it: repeat {last} for every value")
+                seen = True
+            option: Any = options.get(word)
+            last = word if option is not None and option.multiple else ""
+            if option is not None and not option.is_flag:
+                next(words, None)
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""

@@ -179,12 +179,17 @@ def _plan_rows(plan: Any) -> dict[str, Any]:
     parameters = sum(tensor.numel() for tensor in LAttQE(config.network).parameters())
     skipped = f", {single} with a single image: never queries" if single else ""
     return {
-        "training": f"{images:,} images × {config.network.dim}, {classes:,} classes{skipped}",
-        "validation": ", ".join(database.rsplit("/", 1)[-1] for database, _ in plan.validation),
+        "training": _names(plan.features),
+        "images": f"{images:,} × {config.network.dim}, {classes:,} classes{skipped}",
+        "validation": _names([database for database, _ in plan.validation]),
         "network": f"{config.network.layers} encoders, width {config.network.token_width}, {parameters:,} parameters",
         "updates": f"{config.steps:,} of {config.batch} queries, then {config.temperature_steps:,} for the temperature",
         "destination": plan.destination,
     }
+
+
+def _names(sets: list[str]) -> str:
+    return ", ".join(uri.rstrip("/").rsplit("/", 1)[-1] for uri in sets)
 
 
 def _result(to: str) -> dict[str, Any]:

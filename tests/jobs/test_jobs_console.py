@@ -150,3 +150,26 @@ def test_names_of_sets_keep_their_underscores(screens):
     show_table("sets", {"cub_200": {"rows_read": 1234, "a_set": "x_y"}}, to=console.screen)
     assert "cub_200" in screens.getvalue()
     assert "rows_read 1,234, a_set x_y" in screens.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("a b --val c d --to m", "--val takes one value, and 'd' follows it: repeat --val for every value"),
+        ("a --val c --queries q r --to m", "--queries takes one value, and 'r' follows it"),
+        ("a --set steps=1 seed=2 --val c --to m", "--set takes one value, and 'seed=2' follows it"),
+        ("--val c a b --to m", "/a (no manifest.json there)"),  # the other way round
+        ("a --plan --val c --to m b", "/a (no manifest.json there)"),
+        ("a --val=c --to m", "/a (no manifest.json there)"),
+    ],
+)
+def test_values_after_an_option_that_takes_one_are_not_arguments(
+    words: str, told: str, screens: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`train A B --val C D` would train on D, quietly."""
+    from jobs.train import app
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        console.run(app, words.split(), "lattqe train")
+    assert told in screens.getvalue().replace("\n", " ")
