@@ -116,7 +116,9 @@ class Campaign:
     def round(self, number: int, stage: Stage, run: Pass) -> Round:
         """Some faults, then the same command until it ends well, then the comparison."""
         words = [stage.verb, *stage.words(run)]
-        target = Target(words, [*words, *stage.other], run.place_for(stage.makes), stage.reads(run))
+        target = Target(
+            words, [*words, *stage.other], run.place_for(stage.makes), [run.made[name] for name in stage.reads]
+        )
         tries = self.draw(stage, target)
         result, started = Round(number, stage.name), time.monotonic()
         if any(fault.kind == "disk full" for faults in tries for fault in faults):

@@ -66,7 +66,7 @@ def kinds_for(world: World, stage: Stage) -> list[str]:
         impossible = {"node cut off for a while": not isinstance(world.network, Namespaces)}
         impossible |= {"node out of memory": not world.can_run_short}
         kinds += [kind for kind in WITH_NODES if not impossible.get(kind)]
-    if stage.verb != "import":
+    if stage.reads:
         kinds += BETWEEN
     if stage.verb != "benchmark":  # whose cells are measured by the driver that comes first
         kinds.append("second driver")

@@ -76,7 +76,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Stage:
-    """One verb of the pipeline: what it makes, its words (without --to) from what is there, what of that it reads.
+    """One verb of the pipeline: what it makes, its words (without --to) from what is there, what made before it reads.
 
     other: words for the same destination that ask for something else.
     """
@@ -84,7 +84,7 @@ class Stage:
     verb: str
     makes: str
     words: Callable[[Pass], list[str]]
-    reads: Callable[[Pass], list[str]] = lambda run: []
+    reads: tuple[str, ...] = ()
     other: tuple[str, ...] = ()
     on_ray: bool = True
     label: str = ""
@@ -114,35 +114,28 @@ def _search(run: Pass) -> list[str]:
     return [run.made["index2"], f"{run.given}/queries", *expand, *CACHED]
 
 
-def _made(*names: str) -> Callable[[Pass], list[str]]:
-    return lambda run: [run.made[name] for name in names]
-
-
 STAGES = (
     Stage(
         "import",
         "features",
         lambda run: [f"{run.given}/source/x.npy", "--labels", f"{run.given}/source/labels.npy"],
-        _made(),
-        ("--dtype", "float32"),
+        other=("--dtype", "float32"),
         on_ray=False,
     ),
     Stage(
         "neighbors",
         "graph",
         lambda run: [run.made["features"], "--block-rows", "120", *CACHED, "-k", str(K)],
-        _made("features"),
+        ("features",),
         ("-k", "5"),
     ),
-    Stage("train", "model", _train, _made("features"), ("--set", "seed=9")),
-    Stage(
-        "augment", "index", lambda run: [*_augment(run), "-k", "8"], _made("features", "graph", "model"), ("-k", "6")
-    ),
+    Stage("train", "model", _train, ("features",), ("--set", "seed=9")),
+    Stage("augment", "index", lambda run: [*_augment(run), "-k", "8"], ("features", "graph", "model"), ("-k", "6")),
     Stage(
         "augment",
         "hops",
         lambda run: [*_augment(run), "-k", "8", "--hops", "2"],
-        _made("features", "graph", "model"),
+        ("features", "graph", "model"),
         ("--hops", "3"),
         label="augment --hops",
     ),
@@ -150,17 +143,16 @@ STAGES = (
         "append",
         "index2",
         lambda run: [run.made["index"], f"{run.given}/new", *ON_RAY],
-        _made("index", "features", "graph", "model"),
+        ("index", "features", "graph", "model"),
     ),
-    Stage("search", "ranks", lambda run: [*_search(run), "-k", "20"], _made("index2", "model"), ("-k", "10")),
+    Stage("search", "ranks", lambda run: [*_search(run), "-k", "20"], ("index2", "model"), ("-k", "10")),
     Stage(
         "extract",
         "described",
         lambda run: [f"{run.given}/photos", "--encoder", "tiny_encoder:make", *ON_RAY, "--size", "24", "--scales", "1"],
-        _made(),
-        ("--size", "16"),
+        other=("--size", "16"),
     ),
-    Stage("benchmark", "results", lambda run: [run.run_file(), *ON_RAY, "--shards", "2"], _made("features", "model")),
+    Stage("benchmark", "results", lambda run: [run.run_file(), *ON_RAY, "--shards", "2"], ("features", "model")),
 )
 
 

@@ -36,6 +36,14 @@ def test_every_kind_of_a_verb_is_drawn_and_no_try_has_two_ends():
     assert drawn["actor killed"] > drawn["node killed"]
 
 
+def test_only_what_is_read_is_tampered_with():
+    """An extraction reads images, which have no parts."""
+    for stage in STAGES:
+        assert set(BETWEEN).issubset(kinds_for(WORLD, stage)) == bool(stage.reads), stage.name
+        assert set(BETWEEN).isdisjoint(kinds_for(WORLD, stage)) or stage.reads, stage.name
+    assert [stage.name for stage in STAGES if not stage.reads] == ["import", "extract"]
+
+
 def test_a_bag_goes_on_where_it_ended():
     kinds = ["actor killed", "node killed", "S3 hangs up"]
     whole = Bag(kinds, "7")
