@@ -94,6 +94,11 @@ def test_refusals(world, words, message):
         invoke(evaluate_app, world / "ranks", *words)
 
 
+def test_precision_at_any_k(world):
+    told = json.loads(invoke(evaluate_app, world / "ranks", "--at", f"1000,{10**20}", "--json"))
+    assert told["label"][f"mp@{10**20}"] == told["label"]["mp@1000"]
+
+
 def test_text_labels_against_numbers_are_refused(world, tmp_path):
     queries = FeatureSet.open(str(world / "queries"))
     names = [f"class {i}" for i in range(5)]
