@@ -207,7 +207,7 @@ def is_lack_of_memory(error: BaseException) -> bool:
     """Whether memory was refused; the dynamic loader, the system and torch each report it differently."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    said = ("failed to map segment", "annot allocate memory", "can't allocate memory")
+    said = ("failed to map segment", "annot allocate memory", "can't allocate memory", "std::bad_alloc")
     return isinstance(error, MemoryError) or any(text in str(error) for text in said)
 
 
