@@ -40,6 +40,8 @@ def info(
     from lattqe.store.manifest import describe_kind
 
     artifact = open_artifact(uri)
+    if figure is not None and not figure.endswith(".svg"):
+        raise LattqeError(f"--figure {figure!r}: give the name of an SVG file, such as graph.svg")
     facts = describe(artifact)
     if isinstance(artifact, NeighborGraph) and not isinstance(artifact, Ranks):
         from lattqe.search.stored import graph_statistics

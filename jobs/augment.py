@@ -96,10 +96,11 @@ def main(
     from lattqe.expansion import create
     from lattqe.search.rows import check_k
     from lattqe.store import FeatureSet
-    from lattqe.store.export import export_features
+    from lattqe.store.export import check_faiss, export_features
 
     check_reach(reach)
     original = FeatureSet.open(features)
+    check_faiss(original.dim, faiss, factory)
     params = method_params(method, params or {}, dba=True)
     theta = create(method, **params)
     theta.check_width(original.dim, f"features in {features}")

@@ -1,7 +1,6 @@
 """What every job prints: a plan, a progress bar, a summary; and how it ends when something is wrong."""
 
 import atexit
-import copy
 import errno
 import functools
 import gc
@@ -21,8 +20,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.segment import Segment
 from rich.table import Table
-from typer.core import TyperCommand
 
+from jobs.arguments import PlainCommand
 from jobs.log_file import logged
 from lattqe.errors import LattqeError, event
 
@@ -208,7 +207,7 @@ def is_lack_of_memory(error: BaseException) -> bool:
     """Whether memory was refused; the dynamic loader, the system and torch each report it differently."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    said = ("failed to map segment", "annot allocate memory", "can't allocate memory")
+    said = ("failed to map segment", "annot allocate memory", "can't allocate memory", "std::bad_alloc")
     return isinstance(error, MemoryError) or any(text in str(error) for text in said)
 
 
@@ -302,36 +301,6 @@ def group(verb: str, line: str) -> tuple[typer.Typer, Callable[[Callable[..., An
         return app.command(name, cls=PlainCommand)(interruptible(logged(function, f"{verb} {name}")))
 
     return app, add
-
-
-class PlainCommand(TyperCommand):
-    """A command whose help is text: what stands in [brackets] is shown, not taken for markup."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse `train A --val B C`, which many mean as two sets to validate on: C would be trained on."""
-        options = {name: param for param in self.params for name in param.opts if name.startswith("-")}
-        several, seen, last = any(param.nargs == -1 for param in self.params), False, ""
-        words = iter(args[: args.index("--")] if "--" in args else args)
-        for word in words:
-            if not word.startswith("-"):
-                if last and seen and several:
-                    raise LattqeError(f"{last} takes one value, and {word!r} follows it: repeat {last} for every value")
-                seen = True
-            option: Any = options.get(word)
-            last = word if option is not None and option.multiple else ""
-            if option is not None and not option.is_flag:
-                next(words, None)
-        return super().parse_args(ctx, args)
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help."""
-        plain = copy.copy(self)
-        plain.help = escape(self.help) if self.help else self.help
-        plain.params = [copy.copy(param) for param in self.params]
-        for param in plain.params:
-            if text := getattr(param, "help", None):
-                setattr(param, "help", escape(text))  # noqa: B010 - arguments and options have one, their base has not
-        TyperCommand.format_help(plain, ctx, formatter)
 
 
 def run(app: typer.Typer, arguments: list[str] | None = None, name: str | None = None) -> None:

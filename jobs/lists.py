@@ -54,6 +54,8 @@ def evaluate(
     from lattqe.evaluation.analysis import JudgedRanks
 
     ks = numbers(at)
+    if csv is not None and (csv.suffix != ".csv" or csv.is_dir()):
+        raise LattqeError(f"cannot write {str(csv)!r}: give the name of a CSV file, such as queries.csv")
     judged = JudgedRanks.open(ranks, None if truth == "labels" else truth, database, queries, distractors)
     rows = sum(each.rows for each in judged.searched)
     show_table(
@@ -131,8 +133,6 @@ def write_csv(path: Path, judged: "JudgedRanks", scores: "dict[str, Scores]") ->
             writer.writerow(("query", "setup", "positives", "ap", *(f"p@{k}" for k in one.ks)))
         for query, ap, positives, precision in zip(judged.queries.ids(), one.ap, one.positives, one.precision):
             writer.writerow((plain_cell(query), name, int(positives), float(ap), *map(float, precision)))
-    if path.is_dir():
-        raise LattqeError(f"cannot write {path}: it is a folder; name a file in it, such as {path / 'queries.csv'}")
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -46,9 +46,9 @@ def main(
     preset: str = typer.Option("paper", "--preset", help=f"{PRESET_NAMES}: see docs/training.md"),
     settings: list[str] = typer.Option([], "--set", help="change a setting: steps=1000, network.heads=8, ..."),
     workers: int = typer.Option(
-        0, "--workers", help="processes on Ray that share each batch; 0: one per GPU, or this process alone"
+        0, "--workers", min=0, help="processes on Ray that share each batch; 0: one per GPU, or this process alone"
     ),
-    threads: int = typer.Option(0, "--threads", help="CPU threads per worker; 0: an equal share"),
+    threads: int = typer.Option(0, "--threads", min=0, help="CPU threads per worker; 0: an equal share"),
     cache: str | None = typer.Option(None, "--cache", help="node-local cache folder for features stored on S3"),
     address: str | None = typer.Option(None, "--address", help="a running Ray cluster; default: this machine"),
     plan_only: Plan = False,
@@ -234,9 +234,9 @@ def ablate(
     settings: list[str] = typer.Option([], "--set", help="change a setting in all variants: steps=1000, ..."),
     only: list[str] = typer.Option([], "--only", help="train only this variant; may be repeated; default: all"),
     workers: int = typer.Option(
-        0, "--workers", help="processes on Ray that share each batch; 0: one per GPU, or this process alone"
+        0, "--workers", min=0, help="processes on Ray that share each batch; 0: one per GPU, or this process alone"
     ),
-    threads: int = typer.Option(0, "--threads", help="CPU threads per worker; 0: an equal share"),
+    threads: int = typer.Option(0, "--threads", min=0, help="CPU threads per worker; 0: an equal share"),
     cache: str | None = typer.Option(None, "--cache", help="node-local cache folder for features stored on S3"),
     address: str | None = typer.Option(None, "--address", help="a running Ray cluster; default: this machine"),
     json: bool = typer.Option(False, "--json", help="print the result as JSON on stdout"),

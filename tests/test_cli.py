@@ -247,6 +247,7 @@ def test_too_little_memory_is_one_line(capsys):
     [
         (MemoryError(), True),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (RuntimeError("std::bad_alloc"), True),  # torch, while it is imported
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
         (OSError(errno.EACCES, "Permission denied"), False),
         (RuntimeError("anything else"), False),

@@ -187,6 +187,7 @@ class Recipe:
         config, inputs = index.manifest.config, index.manifest.inputs
         if not is_augmented(index) or not {"features", "neighbors"} <= set(inputs):
             raise LattqeError(f"{index.uri} was not made by `lattqe augment`: its manifest names no method and graph")
+        _check_config(config, index.uri)
         params = dict(config["params"])
         if "model" in inputs:
             params["model"] = find_input(index, "model", "model")
@@ -198,6 +199,16 @@ class Recipe:
             return recipe
         edges = Edges.open(find_input(index, "edges", EDGES), cache)
         return replace(recipe, hops=int(config["hops"]), hop_alpha=float(config["hop_alpha"]), edges=edges)
+
+
+def _check_config(config: dict[str, Any], uri: str) -> None:
+    """Refuse a configuration, whose checksum may fit, that no augmentation writes."""
+    kinds = {"method": str, "k": int, "params": dict, "hops": int, "hop_alpha": float, "adapt": bool}
+    for name, kind in kinds.items():
+        value = config.get(name)
+        missing = value is None and (name in ("hops", "adapt") or (name == "hop_alpha" and config.get("hops", 1) == 1))
+        if not missing and type(value) is not kind:
+            raise CorruptDataError(f"the manifest of {uri} names {name} {value!r}, which is no {kind.__name__}")
 
 
 def find_input(index: FeatureSet, name: str, *inside: str) -> str:

@@ -83,7 +83,7 @@ def _precision_at(query: IntArray, position: IntArray, queries: int, ks: Sequenc
     np.maximum.at(last, query, position + 1)
     precision = np.zeros((queries, len(ks)))
     for column, k in enumerate(ks):
-        depth = np.minimum(last, k)
+        depth = np.minimum(last, min(k, int(last.max(initial=0))))  # a k of any size
         hits = np.bincount(query[position < depth[query]], minlength=queries)
         precision[:, column] = hits / np.maximum(depth, 1)
     return precision

@@ -122,6 +122,18 @@ def check_suffix(kind: str, to: str) -> str:
     return suffix
 
 
+def check_faiss(dim: int, to: str | None, factory: str | None) -> None:
+    """Refuse what would fail, or count for nothing, only when the index that is to be written to `to` is there."""
+    if to is None:
+        if factory is not None:
+            raise LattqeError("--factory needs --faiss: name the file of the faiss index, or leave --factory out")
+        return
+    if check_suffix("features", to) not in INDEXES:
+        raise LattqeError(f"--faiss {to}: the name must end in one of {', '.join(INDEXES)}")
+    if factory is not None:
+        new_faiss_index(dim, factory)
+
+
 def plain_cell(text: str) -> str:
     """A text for a cell of a CSV file: no control characters, and a ' before what looks like a formula."""
     text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
@@ -256,15 +268,7 @@ def _write_fvecs(features: FeatureSet, file: BinaryIO) -> None:
 
 def build_faiss_index(features: FeatureSet, factory: str) -> Any:
     """A faiss index by inner product over all rows, trained on a sample that depends on the number of rows alone."""
-    import faiss
-
-    try:
-        index = faiss.index_factory(features.dim, factory, faiss.METRIC_INNER_PRODUCT)
-    except RuntimeError as error:
-        raise LattqeError(
-            f"faiss does not know the factory string {factory!r} for {features.dim} dimensions: try "
-            'Flat, "IVF256,PQ16" or HNSW32'
-        ) from error
+    index = new_faiss_index(features.dim, factory)
     if not index.is_trained:
         rows = np.arange(features.rows)
         if features.rows > TRAINING_ROWS:
@@ -276,6 +280,19 @@ def build_faiss_index(features: FeatureSet, factory: str) -> Any:
     for block in _finite_blocks(features):
         index.add(block.astype(np.float32))
     return index
+
+
+def new_faiss_index(dim: int, factory: str) -> Any:
+    """An empty faiss index by inner product; LattqeError where faiss does not know the factory string."""
+    import faiss
+
+    try:
+        return faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as error:
+        raise LattqeError(
+            f"faiss does not know the factory string {factory!r} for {dim} dimensions: try "
+            'Flat, "IVF256,PQ16" or HNSW32'
+        ) from error
 
 
 def _write_index(index: Any, file: BinaryIO) -> None:

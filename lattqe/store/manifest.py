@@ -262,6 +262,8 @@ def _parse_inputs(inputs: dict[str, Any], where: str) -> dict[str, dict[str, str
     for name, entry in inputs.items():
         if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
             raise CorruptDataError(f"{where}: input {name!r} is not a plain table of strings")
+        if not {"uri", "digest"} <= set(entry):
+            raise CorruptDataError(f"{where}: input {name!r} lacks its address (uri) or its digest")
     return inputs
 
 

@@ -249,3 +249,15 @@ def test_inputs_move_with_the_index_or_are_missed_by_name(tmp_path):
     (tmp_path / "features").rename(tmp_path / "elsewhere")
     with pytest.raises(LattqeError, match=r"the features that made .* could not be found"):
         Recipe.of(index)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("method", {}), ("k", []), ("k", True), ("params", "x"), ("hops", "two"), ("hops", 2)]
+)
+def test_a_forged_recipe_is_refused_in_one_line(tmp_path, name, value):
+    """A checksum shows that nothing is damaged, not that an augmentation wrote it."""
+    features = write_features(tmp_path / "features", vectors(40))
+    index = write_index(tmp_path / "index", features, write_graph(tmp_path / "graph", features))
+    index.manifest.config[name] = value
+    with pytest.raises(CorruptDataError, match="the manifest of .*index names (hop_alpha None|" + name + ")"):
+        Recipe.of(index)

@@ -85,13 +85,27 @@ def test_a_graded_truth_has_three_setups(world):
         (["--at", "one"], "whole numbers from 1"),
         (["--truth", "nothing.json"], "nothing.json"),
         (["--truth", "labels.npy"], "not a ground truth .* import --labels"),
-        (["--csv", "/"], "cannot write /: it is a folder"),
-        (["--csv", "."], "it is a folder; name a file in it, such as queries.csv"),
+        (["--csv", "/"], "cannot write '/': give the name of a CSV file, such as queries.csv"),
+        (["--csv", ""], "cannot write '.': give the name of a CSV file, such as queries.csv"),
     ],
 )
 def test_refusals(world, words, message):
     with pytest.raises(LattqeError, match=message):
         invoke(evaluate_app, world / "ranks", *words)
+
+
+def test_descriptors_are_not_replaced_by_a_table(world, tmp_path):
+    vectors = tmp_path / "vectors.npy"
+    np.save(vectors, np.zeros(3))
+    before = vectors.read_bytes()
+    with pytest.raises(LattqeError, match="give the name of a CSV file"):
+        invoke(evaluate_app, world / "ranks", "--csv", vectors)
+    assert vectors.read_bytes() == before
+
+
+def test_precision_at_any_k(world):
+    told = json.loads(invoke(evaluate_app, world / "ranks", "--at", f"1000,{10**20}", "--json"))
+    assert told["label"][f"mp@{10**20}"] == told["label"]["mp@1000"]
 
 
 def test_text_labels_against_numbers_are_refused(world, tmp_path):

@@ -224,5 +224,7 @@ def test_info_of_a_graph_shows_hubs_and_similarities(run, artifacts, tmp_path):
     assert (tmp_path / "graph.svg").read_text().startswith("<svg")
     code, out, _ = run(info_app, tmp_path / "graph")
     assert (code, "2 rows (40.0 %) are in no list, 1 have no neighbor" in " ".join(out.split())) == (0, True)
+    code, _, err = run(info_app, tmp_path / "graph", "--figure", tmp_path / "graph.npz")
+    assert (code, "give the name of an SVG file" in err) == (2, True)
     code, _, err = run(info_app, artifacts / "features", "--figure", tmp_path / "x.svg")
     assert (code, "--figure is only for neighbor graphs" in err) == (2, True)

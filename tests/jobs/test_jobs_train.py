@@ -271,6 +271,13 @@ def test_bad_settings_are_refused_by_name(sets: dict[str, str], tmp_path: Path, 
     assert message in refusal(arguments(sets, tmp_path / "model", setting))
 
 
+@pytest.mark.parametrize("option", ["--workers", "--threads"])
+def test_fewer_than_no_workers_or_threads_are_refused(sets: dict[str, str], tmp_path: Path, option: str) -> None:
+    ended = CliRunner().invoke(app, [*arguments(sets, tmp_path / "model"), option, "-3", "--plan"])
+    assert ended.exit_code == 2
+    assert option in ended.output
+
+
 def test_torchrun_is_refused(sets: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray Train's local mode would join its group, in which every process trains the same and writes to one place."""
     for name in TORCHRUN:

@@ -88,6 +88,8 @@ def with_part(**changes) -> bytes:
         (changed(digest="0"), "digest does not match"),
         (changed(inputs={"a": {"uri": 5}}), "input 'a'"),
         (changed(inputs={"a": "b"}), "input 'a'"),
+        (changed(inputs={"a": {"uri": "b"}}), "input 'a' lacks its address .uri. or its digest"),
+        (changed(inputs={"a": {"digest": "b"}}), "input 'a' lacks its address"),
         (changed(parts=[5]), "exactly name, rows"),
         (with_part(name=...), "exactly name, rows"),
         (with_part(rows="2"), "'rows' is not a valid int"),

@@ -170,6 +170,12 @@ def test_errors_of_the_system_become_one_line(error):
         raise error
 
 
+def test_a_link_to_itself_is_named(tmp_path):
+    (tmp_path / "image.jpg").symlink_to("image.jpg")
+    with pytest.raises(LattqeError, match=r"cannot list .*/image\.jpg: Too many levels"):
+        LocalPlace(tmp_path).sizes()
+
+
 def test_file_too_large_leaves_nothing(tmp_path):
     place = open_place(str(tmp_path / "new" / "place"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
