@@ -3,11 +3,13 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lattqe.errors import LattqeError
+
 if TYPE_CHECKING:
     from lattqe.api import adapt, augment, evaluate, expand, load, neighbors, search
 
 __version__ = "0.2.0"
-__all__ = ["adapt", "augment", "evaluate", "expand", "load", "neighbors", "search"]
+__all__ = ["LattqeError", "adapt", "augment", "evaluate", "expand", "load", "neighbors", "search"]
 
 
 def __getattr__(name: str) -> Any:

@@ -319,7 +319,7 @@ def test_what_is_no_number_or_matrix_is_refused(call, message):
 
 
 def test_completion_shows_the_functions():
-    assert {"augment", "evaluate", "expand", "load", "neighbors", "search"} <= set(dir(lattqe))
+    assert {"LattqeError", "augment", "evaluate", "expand", "load", "neighbors", "search"} <= set(dir(lattqe))
     assert callable(lattqe.search)
 
 
