@@ -29,10 +29,16 @@ def page(results: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="module", params=[1200, 390], ids=["desktop", "phone"])
-def opened(request: pytest.FixtureRequest, page: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with browser(tmp_path_factory.mktemp("profile"), request.param) as window:
-        window.get(page.as_uri())
-        yield window
+def window(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with browser(tmp_path_factory.mktemp("profile"), request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def opened(window: Any, page: Path) -> Any:
+    """The page as it is when it is opened: another test may have sorted its tables."""
+    window.get(page.as_uri())
+    return window
 
 
 @pytest.mark.slow
