@@ -91,9 +91,10 @@ def this_machine() -> "Machines":
     import torch
 
     from lattqe.cost import Machines
+    from lattqe.device import allowed_bytes
 
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Machines(1, torch.get_num_threads(), torch.cuda.device_count(), memory, network=DISK_SPEED, asked=1)
+    cores, gpus = torch.get_num_threads(), torch.cuda.device_count()
+    return Machines(1, cores, gpus, allowed_bytes(), network=DISK_SPEED, asked=1)
 
 
 def cluster_machines(address: str | None) -> "Machines":

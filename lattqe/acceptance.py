@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lattqe.device import SparseSums
+from lattqe.device import SparseSums, allowed_bytes
 from lattqe.expansion.diffusion import directed
 from lattqe.search.compare import Lists as GraphLists
 from lattqe.search.compare import compare_between, compare_within
@@ -296,11 +296,7 @@ def peaks_of(name: str) -> dict[str, float]:
 
 def machine(device: torch.device, measured: dict[str, float]) -> dict[str, float]:
     """What a plan assumes of a node like this one, by the keys of `--assume`; GPUs are like the one that was tested."""
-    found = {
-        "cpus": os.cpu_count() or 1,
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gflops": measured[CORE_RATE],
-    }
+    found = {"cpus": os.cpu_count() or 1, "memory": allowed_bytes(), "gflops": measured[CORE_RATE]}
     if device.type != "cpu":
         found["gpus"] = torch.cuda.device_count()
         found["gpu_memory"] = torch.cuda.get_device_properties(device).total_memory

@@ -6,7 +6,7 @@ And the memory of this process, as the system counts it.
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -246,6 +246,24 @@ def resident_bytes() -> int:
 def peak_bytes() -> int:
     """The most memory this process ever had, mapped files included."""
     return _status("VmHWM")
+
+
+def allowed_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """The memory that this process may have: the machine's, or less where its control group, a container's, has less.
+
+    groups: where control groups are mounted, of version 2 or 1; own: the file that names this process's.
+    """
+    allowed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, limit = (groups / "memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
+        group = top / name.strip("/")
+        for each in (group, *(above for above in group.parents if above.is_relative_to(top))):
+            with suppress(OSError, ValueError):  # another mount, or "max"
+                allowed = min(allowed, int((each / limit).read_text()))
+    return allowed
 
 
 def _status(field: str) -> int:

@@ -1,12 +1,13 @@
 """Settings of a process that a computation needs and must give back."""
 
+import os
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from lattqe.device import matmul_precision
+from lattqe.device import allowed_bytes, matmul_precision
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU = torch.device("cuda")  # none is used: torch has the setting without one
@@ -64,3 +65,27 @@ def test_peaks_are_asked_for_in_one_way():
     """`lattqe.device.peak_bytes`: a new process inherits ru_maxrss from the one that started it."""
     files = [path for layer in ("lattqe", "cluster", "jobs") for path in sorted((ROOT / layer).rglob("*.py"))]
     assert [path.name for path in files if "ru_maxrss" in path.read_text()] == []
+
+
+@pytest.mark.parametrize(
+    ("named", "limits", "expected"),
+    [
+        ("0::/\n", {"memory.max": "1000"}, 1000),  # version 2, seen from inside a container
+        ("0::/a/b\n", {"a/memory.max": "3000", "a/b/memory.max": "max"}, 3000),  # the group above counts too
+        ("0::/a/b\n", {"memory.max": "2000", "a/b/memory.max": "max"}, 2000),
+        ("4:cpu,memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "4000"}, 4000),  # version 1
+        ("4:cpu:/a\n", {"memory/a/memory.limit_in_bytes": "4000", "a/memory.max": "5000"}, None),
+        ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": str((1 << 63) - 4096)}, None),  # version 1's "max"
+        ("0::/../b\n", {}, None),
+        (None, {"memory.max": "1000"}, None),  # no Linux
+    ],
+)
+def test_the_memory_of_a_control_group(named, limits, expected, tmp_path):
+    own = tmp_path / "cgroup"
+    if named is not None:
+        own.write_text(named)
+    for name, text in limits.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(f"{text}\n")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert allowed_bytes(tmp_path / "groups", own) == (machine if expected is None else expected)
