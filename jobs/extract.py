@@ -65,7 +65,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="float16 or float32")] = "float16",
     batch: Annotated[int, typer.Option(help="images of equal size to encode together")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    workers: Annotated[int | None, typer.Option(min=1, help="each with a network; default: one per GPU or CPU")] = None,
+    workers: Annotated[int | None, typer.Option(help="each with a network; default: one per GPU or CPU")] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster to join; default: this machine")] = None,
     plan: Plan = False,
     assume: Assume = None,
