@@ -274,7 +274,7 @@ CLUSTERS = "ray: clusters"
 
 def scope_of(path: str) -> str:
     """What one process runs without a break: a file, or all files with clusters, whose nodes have fixed ports."""
-    return CLUSTERS if starts_ray(path) and path.startswith(("tests/cluster", "tests/faults")) else path
+    return CLUSTERS if starts_ray(path) and path.startswith("tests/cluster") else path
 
 
 class ClustersInOne(LoadScopeScheduling):

@@ -5,7 +5,9 @@ import signal
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -354,12 +356,34 @@ def test_a_continued_approximate_graph_is_not_read_by_the_driver(local_ray, feat
     assert (manifest.rows, told["workers"]) == (features.rows, 1), "one part is left for one worker"
 
 
-def test_a_node_killed_in_the_middle(features, undisturbed, tmp_path):
+def started_by(process):
+    """The processes that a process has started."""
+    return [
+        int(pid) for task in Path(f"/proc/{process}/task").iterdir() for pid in (task / "children").read_text().split()
+    ]
+
+
+def patient(folder):
+    """Workers that begin when there are two of them."""
+
+    class PatientWorker(GraphWorker):
+        def compare(self, *item):
+            Path(folder, str(os.getpid())).touch()
+            while len(os.listdir(folder)) < 2:
+                time.sleep(0.02)
+            super().compare(*item)
+
+    return PatientWorker
+
+
+def test_a_node_killed_in_the_middle(features, undisturbed, tmp_path, monkeypatch):
     """Two nodes; the second is killed, with a shard and a worker on it, when a third of the products is done.
 
     The graph and a search index both go on, on a node that joins. Two processors a node for two shards and two
     workers: both nodes are full, so the dying one has a worker. Last: it needs its own Ray.
     """
+    (tmp_path / "up").mkdir()
+    monkeypatch.setattr("cluster.graph.GraphWorker", patient(str(tmp_path / "up")))
     ray.shutdown()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     try:
@@ -373,13 +397,19 @@ def test_a_node_killed_in_the_middle(features, undisturbed, tmp_path):
                 done.append(products)
                 if sum(done) > total / 3 and not killed:
                     killed.append(time.monotonic())
-                    cluster.add_node(num_cpus=2)
+                    # A worker would notice a moment after its node: by then it may have finished all blocks.
+                    workers = started_by(doomed.all_processes["raylet"][0].process.pid)
+                    assert workers
+                    for worker in workers:
+                        with suppress(ProcessLookupError):
+                            os.kill(worker, signal.SIGKILL)
                     cluster.remove_node(doomed, allow_graceful=False)
+                    cluster.add_node(num_cpus=2)
 
             graph, summary = compute(GraphTask(features.uri, str(tmp_path / "graph"), K), cut, 2, kill)
             xq = features.read(0, 50)
             np.testing.assert_array_equal(index.search(xq, K)[1], topk(xq, features.read(), K)[1])
-            assert index.failures == 1
+            assert index.failures <= 1, "none where Ray has rebuilt the shard before it is asked"
         assert killed
         assert summary.blocks.actors_lost >= 1, "the node died with a worker on it, before the work was done"
         assert_same(graph, undisturbed)
