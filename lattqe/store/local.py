@@ -83,7 +83,7 @@ class LocalPlace(Place):
                 for name in names:
                     path = Path(folder, name)
                     if not name.startswith(TEMPORARY):
-                        with suppress(FileNotFoundError), explained("list", path):
+                        with suppress(MissingFileError), explained("list", path):  # gone since it was listed
                             found[path.relative_to(self.path).as_posix()] = path.stat().st_size
         return dict(sorted(found.items()))
 

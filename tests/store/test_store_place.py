@@ -176,6 +176,13 @@ def test_a_link_to_itself_is_named(tmp_path):
         LocalPlace(tmp_path).sizes()
 
 
+def test_what_is_gone_since_it_was_listed_is_left_out(tmp_path):
+    """Another driver may finish, and remove its temporary work, at any moment; a dangling link is like it."""
+    (tmp_path / "gone").symlink_to("nowhere")
+    (tmp_path / "there").write_bytes(b"12")
+    assert LocalPlace(tmp_path).sizes() == {"there": 2}
+
+
 def test_file_too_large_leaves_nothing(tmp_path):
     place = open_place(str(tmp_path / "new" / "place"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
