@@ -38,7 +38,9 @@ def measure(model: str, data: Path, split: str, to: Path) -> dict:
         lines += ["[[method]]", f"method = {method}", f"nqe = {list(NQE)}", 'choose = "test"']
     to.mkdir(parents=True, exist_ok=True)
     (to / "run.toml").write_text("\n".join(lines) + "\n")
-    subprocess.run(["lattqe", "benchmark", str(to / "run.toml"), "--to", str(to / "results")], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "jobs.cli", "benchmark", str(to / "run.toml"), "--to", str(to / "results")], check=True
+    )
     return json.loads((to / "results" / "results.json").read_text())
 
 

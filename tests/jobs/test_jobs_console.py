@@ -155,46 +155,32 @@ def test_names_of_sets_keep_their_underscores(screens):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("a b --val c d --to m", "--val takes one value, and 'd' follows it: repeat --val for every value"),
-        ("a --val c --queries q r --to m", "--queries takes one value, and 'r' follows it"),
-        ("a --set steps=1 seed=2 --val c --to m", "--set takes one value, and 'seed=2' follows it"),
-        ("a --val=c d --to m", "--val takes one value, and 'd' follows it"),
-        ("a --val c --to m --to n", "--to is given twice, with 'm' and 'n', and takes one value"),
-        ("a --val c --to m --to=n", "--to is given twice, with 'm' and 'n', and takes one value"),
-        ("a --val c --to m --to m", "/a (no manifest.json there)"),  # nothing is lost
-        ("a --val c --val d --to m", "/a (no manifest.json there)"),  # may be repeated
-        ("--val c a b --to m", "/a (no manifest.json there)"),  # the other way round
-        ("a --plan --val c --to m b", "/a (no manifest.json there)"),
-        ("a --val=c --to m", "/a (no manifest.json there)"),
+        ("train a b --val c d --to m", "--val takes one value, and 'd' follows it: repeat --val for every value"),
+        ("train a --val c --queries q r --to m", "--queries takes one value, and 'r' follows it"),
+        ("train a --set steps=1 seed=2 --val c --to m", "--set takes one value, and 'seed=2' follows it"),
+        ("train a --val=c d --to m", "--val takes one value, and 'd' follows it"),
+        ("train a --val c --to m --to n", "--to is given twice, with 'm' and 'n', and takes one value"),
+        ("train a --val c --to m --to=n", "--to is given twice, with 'm' and 'n', and takes one value"),
+        ("train a --val c --to m --to m", "/a (no manifest.json there)"),  # nothing is lost
+        ("train a --val c --val d --to m", "/a (no manifest.json there)"),  # may be repeated
+        ("train --val c a b --to m", "/a (no manifest.json there)"),  # the other way round
+        ("train a --plan --val c --to m b", "/a (no manifest.json there)"),
+        ("train a --val=c --to m", "/a (no manifest.json there)"),
+        ("augment a --to i --adapt --no-adapt", "--adapt and --no-adapt contradict each other: leave one of them out"),
+        (
+            "augment a --to i -k 3 -k4",
+            "-k is given twice, with '3' and '4', and takes one value: leave one of them out",
+        ),
+        ("augment a --to i -k4 -k 4", "/a (no manifest.json there)"),
+        ("augment a --to i -k 4 -- -k", "unexpected extra argument"),
     ],
 )
-def test_values_after_an_option_that_takes_one_are_not_arguments(
+def test_no_word_is_dropped_or_taken_for_something_else(
     words: str, told: str, screens: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`train A B --val C D` would train on D, quietly."""
-    from jobs.train import app
-
+    """`train A B --val C D` would train on D, and of `-k 3 -k 4` only the last would count, quietly."""
+    verb, *rest = words.split()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
-        console.run(app, words.split(), "lattqe train")
-    assert told in screens.getvalue().replace("\n", " ")
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("a --to i --adapt --no-adapt", "--adapt and --no-adapt contradict each other: leave one of them out"),
-        ("a --to i -k 3 -k4", "-k is given twice, with '3' and '4', and takes one value: leave one of them out"),
-        ("a --to i -k4 -k 4", "/a (no manifest.json there)"),
-        ("a --to i -k 4 -- -k", "unexpected extra argument"),
-    ],
-)
-def test_of_two_values_none_is_dropped(
-    words: str, told: str, screens: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from jobs.augment import app
-
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="2"):
-        console.run(app, words.split(), "lattqe augment")
+        console.run(next(each for each in cli.VERBS if each.name == verb).load(), rest, f"lattqe {verb}")
     assert told in screens.getvalue().replace("\n", " ")
