@@ -19,6 +19,7 @@ class PlainCommand(TyperCommand):
         if any(param.nargs == -1 for param in self.params):
             _refuse_stray(words)
         _refuse_replaced(words)
+        _refuse_empty(words)
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -45,7 +46,9 @@ def _in_pairs(params: list[Any], args: list[str]) -> Iterator[tuple[Any, str, st
             name, equals, value = word[:2], "=", word[2:]
         option: Any = options.get(name)
         if option is not None:
-            yield option, name, name if option.is_flag else value if equals else next(words, "")
+            given = name if option.is_flag else value if equals else next(words, None)
+            if given is not None:  # typer tells of an option without its value
+                yield option, name, given
 
 
 def _refuse_stray(words: list[tuple[Any, str, str]]) -> None:
@@ -73,3 +76,11 @@ def _refuse_replaced(words: list[tuple[Any, str, str]]) -> None:
                 else (f"{name} is given twice, with {before!r} and {value!r}, and takes one value")
             )
             raise LattqeError(f"{what}: leave one of them out")
+
+
+def _refuse_empty(words: list[tuple[Any, str, str]]) -> None:
+    """Refuse `--labels "$LABELS"` where the shell's variable is not set: an empty name would mean this folder."""
+    for option, name, value in words:
+        if not value:
+            what = f"{name} has an empty value" if option is not None else "an argument is empty"
+            raise LattqeError(f"{what}: is a shell variable not set?")

@@ -171,6 +171,15 @@ def check_sets(sets: list[FeatureSet]) -> None:
             )
 
 
+def _check_once(sets: list[FeatureSet], what: str) -> None:
+    """Refuse a set that is given twice, under one name or two: it would count for two."""
+    seen: dict[str, str] = {}
+    for one in sets:
+        if one.digest in seen:
+            raise LattqeError(f"{one.uri} holds the same rows as {seen[one.digest]}: give each {what} once")
+        seen[one.digest] = one.uri
+
+
 def _neighbors(features: FeatureSet, graph: str | None, k: int, team: Team) -> NDArray[np.integer]:
     """The k nearest rows of each row, from a stored graph or by exhaustive search."""
     if graph is None:
@@ -265,6 +274,8 @@ def make(
     sets = [FeatureSet.open(uri) for uri in features]
     held_out = [[FeatureSet.open(uri) for uri in pair if uri is not None] for pair in validation]
     check_sets([*sets, *(one for pair in held_out for one in pair)])
+    _check_once(sets, "training set")
+    _check_once([pair[0] for pair in held_out], "validation set")
     if sets[0].dim != config.network.dim:
         raise LattqeError(f"the features have {sets[0].dim} columns and the network {config.network.dim}")
     class_numbers(_labels(sets, config.shared_labels), config.shared_labels)

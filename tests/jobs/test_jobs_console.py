@@ -173,6 +173,7 @@ def test_names_of_sets_keep_their_underscores(screens):
         ),
         ("augment a --to i -k4 -k 4", "/a (no manifest.json there)"),
         ("augment a --to i -k 4 -- -k", "unexpected extra argument"),
+        ("import a.npy --to i --labels=", "--labels has an empty value: is a shell variable not set?"),
     ],
 )
 def test_no_word_is_dropped_or_taken_for_something_else(

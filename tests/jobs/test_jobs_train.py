@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -146,6 +147,15 @@ def test_a_set_without_labels_is_refused(sets: dict[str, str], tmp_path: Path) -
     with FeatureWriter(str(tmp_path / "bare"), DIM) as writer:
         writer.append(clusters(9, 2, 3)[0], [f"bare-{row}" for row in range(6)])
     assert "has no labels" in refusal(arguments({**sets, "a": str(tmp_path / "bare")}, tmp_path / "model"))
+
+
+def test_a_set_given_twice_is_refused(sets: dict[str, str], tmp_path: Path) -> None:
+    """Whatever it is called the second time."""
+    shutil.copytree(sets["a"], tmp_path / "again")
+    words = arguments(sets, tmp_path / "model")
+    told = refusal([*words[:2], str(tmp_path / "again"), *words[2:]])
+    assert "again holds the same rows as" in told
+    assert "give each training set once" in told
 
 
 def test_sets_of_different_widths_are_refused(sets: dict[str, str], tmp_path: Path) -> None:
