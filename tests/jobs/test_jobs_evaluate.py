@@ -86,7 +86,7 @@ def test_a_graded_truth_has_three_setups(world):
         (["--truth", "nothing.json"], "nothing.json"),
         (["--truth", "labels.npy"], "not a ground truth .* import --labels"),
         (["--csv", "/"], "cannot write '/': give the name of a CSV file, such as queries.csv"),
-        (["--csv", ""], "cannot write '.': give the name of a CSV file, such as queries.csv"),
+        (["--csv", ""], "--csv has an empty value"),
     ],
 )
 def test_refusals(world, words, message):
